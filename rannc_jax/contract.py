@@ -1,0 +1,115 @@
+"""The words in which a user's function and the house talk to each other.
+
+`Weighted` and `LossOut` are what a loss function may return besides a scalar; `Remat` and `Sharding`
+are the closed choices a plan makes for a stage; `separable` marks code whose examples do not see each
+other although the analysis cannot know it; `TrainableModel` is the protocol of objects (such as
+`torch_bridge.JaxModule`) that bring function, parameters and batch along.
+"""
+
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import jax
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SEPARABLE_SCOPE = "rannc_separable"
+
+
+class Remat(enum.Enum):
+    """What a stage keeps from its forward for its backward.
+
+    SAVE_ALL keeps every residual. SAVE_MATMULS keeps the results of matrix products, convolutions and
+    attention and computes the cheap rest again. RECOMPUTE keeps only the inputs of the stage's blocks.
+    """
+
+    SAVE_ALL = "save_all"
+    SAVE_MATMULS = "save_matmuls"
+    RECOMPUTE = "recompute"
+
+
+class Sharding(enum.Enum):
+    """How a stage's parameters and optimizer state lie on its replicas."""
+
+    REPLICATED = "replicated"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    FSDP = "fsdp"
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("loss", "weight"), meta_fields=())
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A loss that is a mean over `weight` things (tokens, say), so that unequal parts combine exactly.
+
+    Args:
+        loss: scalar, the mean over this batch's things.
+        weight: scalar, how many things there were. A part of weight 0 contributes exactly nothing.
+    """
+
+    loss: Any
+    weight: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("loss", "aux", "model_state", "weight"),
+    meta_fields=(),
+)
+@dataclass(frozen=True, slots=True)
+class LossOut:
+    """Everything a loss function can return.
+
+    Args:
+        loss: scalar.
+        aux: any pytree; leaves with a batch dim are concatenated over microbatches, batch-free floats
+            averaged with the loss's weights, other leaves stacked, one a microbatch.
+        model_state: the new value of the `model_state` the function took (same structure).
+        weight: scalar, as in `Weighted`.
+    """
+
+    loss: Any
+    aux: Any = None
+    model_state: Any = None
+    weight: Any = None
+
+
+@runtime_checkable
+class TrainableModel(Protocol):
+    """An object that brings its own function, parameters and example batch (`auto_partition(model)`)."""
+
+    @property
+    def loss_fn(self) -> Callable[..., Any]: ...
+    @property
+    def params(self) -> Any: ...
+    @property
+    def frozen(self) -> Any: ...
+    @property
+    def model_state(self) -> Any: ...
+    @property
+    def batch(self) -> Any: ...
+    @property
+    def batch_dims(self) -> Any: ...
+
+
+def separable(fn: Function) -> Function:
+    """Mark `fn` as treating every example on its own, where the analysis cannot see it.
+
+    Rows that are permuted and later put back (grouped experts, packed sequences) look coupled. The mark
+    is the name scope `rannc_separable`, so code that does not import this package can set it too.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> separable(jnp.sin)(0.0).shape
+        ()
+    """
+
+    @functools.wraps(fn)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(SEPARABLE_SCOPE):
+            return fn(*args, **kwargs)
+
+    return marked  # type: ignore[return-value]
