@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.rannc_jax_installed
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal --timeout 600
 
 .PHONY: help install demo test test-all parity lint format types contracts docs clean
 

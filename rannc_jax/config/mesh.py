@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from rannc_jax.cluster import ClusterSpec, DeviceGroup, DeviceSpec, LinkSpec
-from rannc_jax.config.section import Mistakes, Section, nearest, one_of, shown
+from rannc_jax.config.section import Section
 from rannc_jax.config.source import read_table
 from rannc_jax.cost.presets import PRESET_KINDS, device_preset
 from rannc_jax.errors import ConfigError
+from rannc_jax.mistakes import Mistakes, nearest, one_of, shown
 
 FILE_VERSION = 1
 GIB = 2**30
@@ -70,7 +71,7 @@ def load_cluster(source: str | Path | Mapping[str, Any]) -> ClusterSpec:
     intra_host, inter_host = _read_links(top.table("links"), mistakes, several, num_hosts > 1)
     axes = _read_axes(top.table("axes"), groups, mistakes)
     top.finish()
-    mistakes.raise_if_any()
+    mistakes.raise_if_any(ConfigError)
     return ClusterSpec(
         groups=tuple(group for group in groups if group),
         intra_host=intra_host or inter_host or _UNUSED_LINK,
@@ -92,7 +93,7 @@ def load_device(source: str | Path | Mapping[str, Any]) -> DeviceSpec:
     kind = top.text("kind", required=True)
     values = _read_device_values(top, required=True)
     top.finish()
-    mistakes.raise_if_any()
+    mistakes.raise_if_any(ConfigError)
     return DeviceSpec(kind=str(kind), **values)
 
 

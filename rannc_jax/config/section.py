@@ -2,39 +2,17 @@
 
 A `Section` hands out checked values; asking for a key makes it known, so `finish` can call every other
 key unknown and name the nearest known one. A value that is wrong is noted and stands in as None; the
-caller goes on reading and raises once, at the end, through `Mistakes.raise_if_any`.
+caller goes on reading and raises once, at the end.
 """
 
-import difflib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from rannc_jax.errors import ConfigError, message
-
+from rannc_jax.mistakes import Mistakes, nearest, one_of, shown
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")  # what TOML writes without quotes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mistakes:
-    """All that is wrong with one source ("mesh.toml", or "the mesh mapping")."""
-
-    source: str
-    lines: list[str] = field(default_factory=list)
-
-    def add(self, path: str, text: str) -> None:
-        """Note that the value at key path `path` is wrong."""
-        self.lines.append(f"{path}: {text}" if path else text)
-
-    def raise_if_any(self) -> None:
-        """Raise one ConfigError that lists every mistake noted so far."""
-        if self.lines:
-            count = "1 mistake" if len(self.lines) == 1 else f"{len(self.lines)} mistakes"
-            raise ConfigError(message(f"{self.source} has {count}.", *self.lines))
 
 
 class Section:
@@ -139,30 +117,6 @@ class Section:
                 self.wrong(str(key), f"unknown key{nearest(key, self._known) or known(self._known)}")
 
 
-def nearest(word: Any, options: Iterable[str]) -> str:
-    """'; did you mean "h200"?' when an option is close to `word`, else ''."""
-    close = difflib.get_close_matches(str(word).lower(), list(options), n=1, cutoff=0.6)
-    return f'; did you mean "{close[0]}"?' if close else ""
-
-
-def one_of(options: Sequence[str]) -> str:
-    """Words for a closed choice."""
-    return "one of " + ", ".join(f'"{option}"' for option in options)
-
-
 def known(options: Sequence[str]) -> str:
     """'; known here: a, b'."""
     return f"; known here: {', '.join(options)}" if options else ""
-
-
-def shown(value: Any) -> str:
-    """A value as the file has it, with its TOML type where that is the point."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value if len(value) <= 60 else value[:57] + "...")
-    if isinstance(value, Mapping):
-        return "a table"
-    if isinstance(value, Sequence):
-        return f"a list of {len(value)}"
-    return f"{value}"
