@@ -9,7 +9,7 @@ The rules depend on the wiring and on the sizes of the first trace only, so both
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rannc_jax.cost import flops
+from rannc_jax.cost import primitives
 from rannc_jax.cost.flops import Fusion, Work
 from rannc_jax.cost.operations import NO_VALUE, Operation, Twins
 
@@ -125,7 +125,7 @@ class _Fuser:
 
     def _repeats(self, op: Operation, work: Work, copies: int) -> bool:
         """Whether doing the work in every reader moves fewer bytes than storing the result once."""
-        if copies > MAX_COPIES or op.name in flops.RANDOM:
+        if copies > MAX_COPIES or op.name in primitives.RANDOM:
             return False
         read, written = sum(work.reads), sum(work.writes)
         return copies * read <= read + (1 + copies) * written
