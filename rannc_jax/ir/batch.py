@@ -5,7 +5,7 @@ proportion carries the batch), and propagation rules per primitive.
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rannc_jax.ir.trace import Program
 
@@ -94,6 +94,8 @@ class BatchInfo:
         row_masks: see `RowMask`; None if padded rows cannot be kept out of the loss.
         random: layout of the output of every equation that draws random numbers row by row
             (equation index -> layout): its bits must not depend on how rows are spread.
+        unspreadable: equations whose random draws cannot be made row by row.
+        reductions: value id -> "sum" or "mean" for values that are one of these over the rows.
     """
 
     layouts: tuple[RowLayout | None, ...]
@@ -102,6 +104,8 @@ class BatchInfo:
     couplings: tuple[Coupling, ...]
     row_masks: tuple[RowMask, ...] | None
     random: dict[int, RowLayout]
+    unspreadable: tuple[int, ...] = ()
+    reductions: dict[int, str] = field(default_factory=dict)
 
 
 def analyse(program: Program, twin: Program) -> BatchInfo:
