@@ -26,7 +26,7 @@ from rannc_jax.ir.batch_info import (
 )
 from rannc_jax.ir.batch_run import BatchRun
 from rannc_jax.ir.batch_twin import check_same_sequence
-from rannc_jax.ir.loss_rule import LossFinding, loss_rule, weighted_rule
+from rannc_jax.ir.loss_rule import MEAN_OF_MEANS, LossFinding, loss_rule, weighted_rule
 from rannc_jax.ir.roles import OutputKind
 from rannc_jax.ir.trace import Program
 
@@ -86,7 +86,8 @@ def _conclude(program: Program, findings: Findings, env: dict[Any, Flow]) -> Bat
         couplings=_ordered(couplings),
         row_masks=tuple(masks) if maskable else None,
         random={i: layout for i, layout in sorted(findings.random.items()) if i in live},
-        unspreadable=tuple(sorted(findings.unspreadable & live)),
+        unspreadable=tuple(sorted((findings.unspreadable | _tied(program, env)) & live)),
+        reductions={i: name for i, f in enumerate(flows) if (name := _reduction(f)) is not None},
     )
 
 
@@ -103,10 +104,28 @@ def _loss(program: Program, env: dict[Any, Flow]) -> tuple[LossFinding | None, l
     atom, _ = found[OutputKind.LOSS]
     loss = Flow() if isinstance(atom, jex.Literal) else env[atom]
     if OutputKind.WEIGHT not in found:
-        return loss_rule(loss), ids
+        finding = loss_rule(loss)
+        return (finding if _computable(program, finding.rule) else MEAN_OF_MEANS), ids
     atom, weight_id = found[OutputKind.WEIGHT]
     weight = Flow() if isinstance(atom, jex.Literal) else env[atom]
     return weighted_rule(loss, weight, weight_id), ids
+
+
+def _computable(program: Program, rule: LossRule) -> bool:
+    """Is the divisor a function of the weight and numbers alone?"""
+    if rule.divisor is None or rule.divisor == rule.weight:
+        return True
+    stack, seen = [rule.divisor], {rule.weight}
+    while stack:
+        value = stack.pop()
+        if value in seen or value is None:
+            continue
+        if value < len(program.inputs):
+            return False
+        seen.add(value)
+        producer = next(i for i in range(len(program.eqns)) if value in program.writes(i))
+        stack += program.reads(producer)
+    return True
 
 
 Found = set[tuple[CouplingKind, Site]]
@@ -161,6 +180,28 @@ def _upstream(program: Program, values: Iterable[int]) -> set[int]:
             equations.add(index)
             wanted.update(program.reads(index))
     return equations
+
+
+def _tied(program: Program, env: dict[Any, Flow]) -> set[int]:
+    """Equations whose values hold a sum or a number of rows of one part, and lie in rows or parameters.
+
+    A stage with other replicas would take such a value for one of its own parts.
+    """
+    return {
+        index
+        for index, eqn in enumerate(program.eqns)
+        for flow in map(env.__getitem__, eqn.outvars)
+        if (flow.layout is not None and flow.reduced)
+        or (flow.kind is Kind.ROWS and not flow.plain)
+        or (flow.kind is Kind.FREE and flow.param and not flow.plain)
+    }
+
+
+def _reduction(flow: Flow) -> str | None:
+    if flow.kind is not Kind.SUM or flow.layout is not None or flow.several:
+        return None
+    names = {(0, False, None): "sum", (-1, False, None): "mean"}
+    return names.get(flow.scale)
 
 
 def _dependence(flow: Flow) -> Dependence:

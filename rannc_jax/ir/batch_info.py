@@ -5,7 +5,7 @@ combine, `Coupling` which equation lets examples see each other. `ir.batch` find
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,9 @@ class BatchInfo:
             (equation index -> layout): its bits must not depend on how rows are spread.
         unspreadable: indices of equations whose numbers would change if a program traced at fewer rows
             ran on every replica (permutations over the batch, draws inside loops, keys folded with a row
-            number). Such programs run on one replica or under plain jit sharding.
+            number, values scaled by a number of rows that reach other rows). Such programs run on one
+            replica or under plain jit sharding.
+        reductions: value id -> "sum" or "mean" for values that are one of these over the rows.
 
     A FREE value may have a layout: `jnp.zeros((rows, 3))`, or random bits of that shape.
     """
@@ -106,3 +108,4 @@ class BatchInfo:
     row_masks: tuple[RowMask, ...] | None
     random: dict[int, RowLayout]
     unspreadable: tuple[int, ...] = ()
+    reductions: dict[int, str] = field(default_factory=dict)

@@ -26,12 +26,11 @@ def _no_index(flow: Flow) -> None:
         raise Coupled
 
 
-def total(call: Call, flow: Flow, *operands: int) -> Flow:
-    """The sum over rows of a flow, which comes from these operands."""
+def total(call: Call, flow: Flow, operand: int) -> Flow:
+    """The sum over rows of a flow; it is zero where rows of this operand are."""
     _no_index(flow)
     if flow.kind is Kind.ROWS:
-        for operand in operands:
-            call.mask(operand, call.flows[operand].layout)
+        call.mask(operand, call.flows[operand].layout)
         return moved(flow, None, kind=Kind.SUM, sources=flow.sources | {call.site})
     if flow.kind is Kind.STATISTIC:
         return moved(flow, None, steady=False, root=None, guard=False, zero_test=None)
@@ -173,7 +172,7 @@ def _dot(call: Call) -> list[Flow]:
         if len(firm) > 1:
             raise Coupled
         if product.kind in (Kind.ROWS, Kind.FREE):
-            return [total(call, product, *(i for i, f in enumerate(call.flows) if f.kind is Kind.ROWS))]
+            return [total(call, product, 0 if left.kind is Kind.ROWS else 1)]
         raise Coupled
     if roles[0][0] == roles[1][0] == "batch" and roles[0][1] == roles[1][1]:
         firm = [f for f in (left, right) if not f.loose] or [left]

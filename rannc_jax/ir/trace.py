@@ -7,14 +7,21 @@ every trace of the same function, whatever the number of batch rows, so everythi
 program (graph, batch analysis, plan) speaks in value ids and equation indices.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+from jax.extend import source_info_util
 
+from rannc_jax.contract import LossOut, Weighted
+from rannc_jax.errors import TraceError, message
+from rannc_jax.ir.example import Example, Subject, path_leaves
+from rannc_jax.ir.flatten import flatten
 from rannc_jax.ir.roles import OutputKind, Role
 
 
@@ -98,3 +105,221 @@ def aval_bytes(aval: Any) -> int:
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return int(np.prod(aval.shape, dtype=np.int64)) * 8
     return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
+
+
+_CONST_BYTES = 1024  # closure constants up to this size stay inside the program
+_CONST_WARN_BYTES = 64 * 2**20
+
+
+def trace(who: Subject, example: Example, rows: int | None = None) -> Program:
+    """Trace a function with a number of batch rows into a flat program.
+
+    Args:
+        who: the function and which keywords it takes.
+        example: shapes of its arguments.
+        rows: batch rows; the example's own number by default.
+
+    Raises:
+        TraceError: the loss is no floating scalar, model_state is taken but not returned, or the
+            function has ordered effects or calls collectives.
+    """
+    rows = example.rows if rows is None else rows
+    arguments = {
+        Role.PARAM: example.params,
+        Role.FROZEN: example.frozen,
+        Role.MODEL_STATE: example.model_state,
+        Role.BATCH: example.with_rows(rows),
+        Role.RNG: example.rng,
+    }
+    inputs, flat, treedefs = _input_leaves(arguments, example)
+    results: list[_Result] = []
+
+    def run(*leaves: Any) -> list[Any]:
+        trees, offset = {}, 0
+        for role, treedef in treedefs.items():
+            trees[role] = treedef.unflatten(leaves[offset : offset + treedef.num_leaves])
+            offset += treedef.num_leaves
+        keywords = {
+            "frozen": trees[Role.FROZEN],
+            "model_state": trees[Role.MODEL_STATE],
+            "rng": trees[Role.RNG],
+        }
+        out = who(trees[Role.PARAM], trees[Role.BATCH], keywords)
+        results.append(_normalise(who, out, trees[Role.MODEL_STATE]))
+        return results[-1].leaves
+
+    closed = jax.make_jaxpr(run)(*flat)
+    result = results[-1]
+    closed = flatten(closed)
+    _refuse_effects(closed)
+    closed, constants = _lift_constants(closed)
+    lifted = tuple(
+        InputLeaf(path=f"constant[{i}]", role=Role.CONST, aval=jax.ShapeDtypeStruct(c.shape, c.dtype))
+        for i, c in enumerate(constants)
+    )
+    return Program(
+        jaxpr=closed,
+        inputs=inputs + lifted,
+        outputs=result.outputs,
+        out_tree=result.tree,
+        rows=rows,
+        const_values=constants,
+    )
+
+
+def same_structure(one: Program, other: Program) -> bool:
+    """Whether two traces are the same equations wired the same way (shapes may differ)."""
+    return structure(one) == structure(other)
+
+
+def structure(program: Program) -> list[tuple[Any, ...]]:
+    """Primitive names and wiring of every equation, and of the outputs."""
+    rows: list[tuple[Any, ...]] = []
+    for eqn in program.eqns:
+        wires = tuple(program.value_id(atom) for atom in eqn.invars)
+        rows.append((eqn.primitive.name, wires, len(eqn.outvars)))
+    rows.append(("outputs", program.output_ids(), len(program.inputs)))
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    leaves: list[Any]
+    outputs: tuple[OutputLeaf, ...]
+    tree: Any
+
+
+def _input_leaves(
+    arguments: dict[Role, Any], example: Example
+) -> tuple[tuple[InputLeaf, ...], list[jax.ShapeDtypeStruct], dict[Role, Any]]:
+    names = {Role.PARAM: "params", Role.FROZEN: "frozen", Role.MODEL_STATE: "model_state"}
+    inputs: list[InputLeaf] = []
+    treedefs = {}
+    for role, tree in arguments.items():
+        paths, leaves = path_leaves(tree, names.get(role, role.value))
+        treedefs[role] = jax.tree.structure(tree)
+        dims = example.batch_dims if role is Role.BATCH else (None,) * len(leaves)
+        inputs += [
+            InputLeaf(path=path, role=role, aval=leaf, batch_dim=dim)
+            for path, leaf, dim in zip(paths, leaves, dims, strict=True)
+        ]
+    return tuple(inputs), [leaf.aval for leaf in inputs], treedefs
+
+
+def _normalise(who: Subject, out: Any, old_state: Any) -> _Result:
+    if not who.is_loss:
+        paths, leaves = path_leaves(out, "output")
+        outputs = tuple(OutputLeaf(path=p, kind=OutputKind.OUTPUT) for p in paths)
+        return _Result(leaves=leaves, outputs=outputs, tree=jax.tree.structure(out))
+    parts = as_loss_out(out)
+    loss = parts.loss
+    if not hasattr(loss, "shape"):
+        loss = jnp.asarray(loss) if isinstance(loss, (int, float)) else loss
+    if not hasattr(loss, "shape") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        got = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise TraceError(
+            message(
+                f"the loss of {who.name} is not a floating scalar.",
+                f"got {got}, expected float[]",
+                hint="return loss.mean(), or rannc_jax.LossOut(loss=..., aux=...) for more than a loss; "
+                "for a function without a loss use optimizer=None.",
+            )
+        )
+    if "model_state" in who.takes:
+        _check_state(who, parts.model_state, old_state)
+    kinds = {
+        OutputKind.LOSS: loss,
+        OutputKind.WEIGHT: parts.weight,
+        OutputKind.AUX: parts.aux,
+        OutputKind.MODEL_STATE: parts.model_state,
+    }
+    leaves, outputs = [], []
+    for kind, tree in kinds.items():
+        paths, found = path_leaves(tree, kind.value)
+        leaves += [jnp.asarray(leaf) for leaf in found]
+        outputs += [OutputLeaf(path=path, kind=kind) for path in paths]
+    whole = LossOut(loss=loss, aux=parts.aux, model_state=parts.model_state, weight=parts.weight)
+    return _Result(leaves=leaves, outputs=tuple(outputs), tree=jax.tree.structure(whole))
+
+
+def as_loss_out(out: Any) -> LossOut:
+    """Whatever a loss function may return, as a `LossOut` (see `contract`)."""
+    if isinstance(out, LossOut):
+        return out
+    if isinstance(out, Weighted):
+        return LossOut(loss=out.loss, weight=out.weight)
+    if hasattr(out, "loss") and hasattr(out, "model_state"):  # the same by another package's name
+        aux, weight = getattr(out, "aux", None), getattr(out, "weight", None)
+        return LossOut(loss=out.loss, aux=aux, model_state=out.model_state, weight=weight)
+    if isinstance(out, tuple) and len(out) == 2 and getattr(out[0], "shape", None) == ():
+        return LossOut(loss=out[0], aux=out[1])
+    return LossOut(loss=out)
+
+
+def _check_state(who: Subject, new: Any, old: Any) -> None:
+    if new is None:
+        raise TraceError(
+            message(
+                f"{who.name} takes model_state but returns none.",
+                hint="return rannc_jax.LossOut(loss=loss, model_state=new_state).",
+            )
+        )
+    shapes = [jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree) for tree in (old, new)]
+    if shapes[0] != shapes[1]:
+        raise TraceError(
+            message(
+                f"the model_state that {who.name} returns differs from the one it takes.",
+                f"got {shapes[1]}",
+                f"expected {shapes[0]}",
+                hint="return every leaf, written or not, with its shape and dtype.",
+            )
+        )
+
+
+_COLLECTIVES = {"psum", "psum2", "all_gather", "all_to_all", "ppermute", "reduce_scatter", "axis_index", "pmin"}
+_CALLBACKS = {"io_callback", "pure_callback_ordered"}
+
+
+def _refuse_effects(closed: jex.ClosedJaxpr) -> None:
+    for eqn in closed.jaxpr.eqns:
+        name = eqn.primitive.name
+        ordered = any("ordered" in str(effect).lower() and "un" not in str(effect).lower() for effect in eqn.effects)
+        if ordered or name in _CALLBACKS or name in _COLLECTIVES or name == "shard_map":
+            raise TraceError(
+                message(
+                    f"{name} cannot be part of a function that is cut.",
+                    f"at {source_line(eqn)}",
+                    hint="leave collectives and ordered effects to the runtime; "
+                    "jax.debug.print(..., ordered=False) is fine.",
+                )
+            )
+
+
+def source_line(eqn: jex.JaxprEqn) -> str:
+    """The user's file and line an equation comes from, "" if unknown."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def module_path(eqn: jex.JaxprEqn) -> str:
+    """The name scopes around an equation, "" if none."""
+    return str(eqn.source_info.name_stack)
+
+
+def _lift_constants(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
+    small, large = [], []
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        (large if aval_bytes(var.aval) > _CONST_BYTES else small).append((var, value))
+    for var, _ in large:
+        if aval_bytes(var.aval) > _CONST_WARN_BYTES:
+            warnings.warn(
+                f"the function closes over a constant {var.aval.str_short()} of "
+                f"{aval_bytes(var.aval) / 2**20:.0f} MiB; it is copied to every stage that reads it. "
+                "Pass it as frozen= to place it once.",
+                stacklevel=2,
+            )
+    jaxpr = closed.jaxpr.replace(
+        constvars=[var for var, _ in small],
+        invars=[*closed.jaxpr.invars, *(var for var, _ in large)],
+        debug_info=None,
+    )
+    return jex.ClosedJaxpr(jaxpr, [value for _, value in small]), tuple(value for _, value in large)

@@ -1,14 +1,20 @@
 """The decision, as plain frozen data: what runs where, how it was chosen, what it should cost.
 
 A `Plan` can be saved, loaded, compared and read by a person, and is made on a laptop for a cluster
-that is not there. Nothing in it is executable.
+that is not there. Nothing in it is executable; a plan that contradicts itself cannot be built, from a
+file or otherwise.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.contract import Remat, Sharding
+from rannc_jax.errors import PlanError, message
+from rannc_jax.mistakes import Mistakes, shown
+from rannc_jax.plan import check, codec, text
 
 PLAN_VERSION = 1
 
@@ -51,6 +57,9 @@ class Stage:
     backward_s: float = 0.0
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_bytes", dict(self.memory_bytes))
+
     @property
     def num_replicas(self) -> int:
         return len(self.devices)
@@ -62,7 +71,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A value that goes from one stage to others; `bytes_per_row` or, for values without rows, `fixed_bytes`."""
+    """A value that goes from one stage to others.
+
+    It takes `bytes_per_row` for every row of a microbatch or, where it has no rows, `fixed_bytes`.
+    """
 
     name: str
     source: int
@@ -111,6 +123,9 @@ class Plan:
         runners_up: best first.
         notes: what the plan does that a user might not expect, one sentence each.
         versions: of this package, jax, and what else decided the program.
+
+    Raises:
+        PlanError: the parts contradict each other; the message lists every contradiction.
     """
 
     version: int = PLAN_VERSION
@@ -134,6 +149,65 @@ class Plan:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", dict(self.versions))
+        mistakes = Mistakes(source="the plan")
+        check.check_plan(self, mistakes)
+        mistakes.raise_if_any(PlanError)
+
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    def __str__(self) -> str:
+        return text.table(self)
+
+    def diff(self, other: "Plan") -> str:
+        """What is different in `other`, one line a difference; "" if the plans are equal in all that
+        `str` shows."""
+        return text.diff(self, other)
+
+    def to_json(self) -> str:
+        """The plan as JSON: what `from_json` reads back equal, bit by bit."""
+        return json.dumps(codec.encode(self), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, content: str) -> "Plan":
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: not JSON, of another version, or mistakes in it: all of them, with key paths.
+        """
+        try:
+            data = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(message("the plan is not JSON.", str(error))) from error
+        if isinstance(data, dict) and data.get("version", PLAN_VERSION) != PLAN_VERSION:
+            raise PlanError(
+                message(
+                    "the plan was written by another release.",
+                    f"version: got {shown(data['version'])}, this release reads version {PLAN_VERSION}",
+                    hint="make the plan again.",
+                )
+            )
+        mistakes = Mistakes(source="the plan")
+        plan = codec.decode(cls, data, mistakes)
+        mistakes.raise_if_any(PlanError)
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan from a file.
+
+        Raises:
+            PlanError: the file does not hold a plan; see `from_json`.
+            FileNotFoundError: there is no such file.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (PlanError, UnicodeDecodeError) as error:
+            raise PlanError(message(f"{path} cannot be loaded.", str(error))) from error

@@ -1,0 +1,79 @@
+"""What `python -m rannc_jax` offers: the parser, and the short commands.
+
+A command that does more than print something has a file of its own, imported when it is asked for.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rannc_jax.errors import RanncError
+from rannc_jax.plan import Plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: without the program's name; None takes `sys.argv`.
+
+    Returns:
+        The exit status: 0 for success, 1 where the answer is no (plans differ, a demo's numbers do not
+        agree), 2 for a mistake.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (RanncError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rannc_jax", description="Cut an unchanged network and train it on many devices."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    show = commands.add_parser("show", help="print a saved plan as a table")
+    show.add_argument("plan", help="a file that Plan.save wrote")
+    show.set_defaults(run=_show)
+
+    diff = commands.add_parser("diff", help="say what is different in another plan")
+    diff.add_argument("first", help="a file that Plan.save wrote")
+    diff.add_argument("second", help="the plan to compare it with")
+    diff.set_defaults(run=_diff)
+
+    doctor = commands.add_parser("doctor", help="print versions, settings and devices")
+    doctor.set_defaults(run=_doctor)
+
+    demo = commands.add_parser("demo", help="train an unchanged BERT in a pipeline on 8 fake CPU devices")
+    demo.add_argument("--steps", type=int, default=None, help="optimizer steps")
+    demo.add_argument("--short", action="store_true", help="a smaller model and fewer steps")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    print(Plan.load(options.plan))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    difference = Plan.load(options.first).diff(Plan.load(options.second))
+    print(difference or "no difference")
+    return 1 if difference else 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rannc_jax.cli import doctor  # starts the devices
+
+    del options
+    print(doctor.report())
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rannc_jax.cli import demo  # loads PyTorch
+
+    return demo.main(num_steps=options.steps, short=options.short)

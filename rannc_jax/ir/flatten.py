@@ -1,0 +1,62 @@
+"""One flat level of equations: inline `jit` and `closed_call`, drop what nothing reads.
+
+`custom_jvp`, `custom_vjp`, `checkpoint`, `scan`, `while` and `cond` stay whole: opening a custom rule
+before differentiation would change gradients (relu at 0 became 0.5), the others are units of work.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from rannc_jax.ir.evaluate import bind, read
+
+_INLINE = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+def flatten(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The same function with every inline call opened, recursively, and dead equations removed."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+
+    def run(*args: Any) -> list[Any]:
+        return _run(closed.jaxpr, closed.consts, args)
+
+    if any(eqn.primitive.name in _INLINE for eqn in closed.jaxpr.eqns):
+        closed = jax.make_jaxpr(run)(*avals)
+    return drop_dead(closed)
+
+
+def drop_dead(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Remove equations whose results nothing reads and that have no effect."""
+    live = {v for v in closed.jaxpr.outvars if not isinstance(v, jex.Literal)}
+    kept: list[jex.JaxprEqn] = []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if eqn.effects or any(v in live for v in eqn.outvars):
+            kept.append(eqn)
+            live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+    kept.reverse()
+    return jex.ClosedJaxpr(closed.jaxpr.replace(eqns=kept), closed.consts)
+
+
+def _run(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    env: dict[jex.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        values = [read(env, atom) for atom in eqn.invars]
+        inner = _INLINE.get(eqn.primitive.name)
+        if inner is None:
+            outs = bind(eqn, values)
+        else:
+            body = eqn.params[inner]
+            with _scope(eqn):
+                outs = _run(body.jaxpr, body.consts, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(env, atom) for atom in jaxpr.outvars]
+
+
+def _scope(eqn: jex.JaxprEqn) -> Any:
+    """The name scopes around an inlined call, so that its equations keep their module path."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)

@@ -1,0 +1,313 @@
+"""The block level: coarsen thousands of atoms into a few balanced, convex blocks.
+
+Two steps. *Coarsen*: rounds in which the lightest clusters merge with the neighbour that gives the
+lightest result, closest module and heaviest traffic first, under the balance cap mean + 2 sigma
+(RaNNC, Tanaka et al., IPDPS 2021, 3.2). Clusters always stand in one topological order, and only
+merges that keep it are considered, so no path can leave a cluster and come back. *Arrange*: the few
+hundred clusters left are cut into at most `max_blocks` runs by dynamic programming that weighs
+balance against the bytes and modules a boundary cuts through.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rannc_jax.errors import PlanError, message
+from rannc_jax.ir.paths import common_path, shared_depth
+from rannc_jax.partition.atomic import Atoms
+
+FINE = 12
+"""Coarsening stops below this many clusters per block; a last round leaves at least about half as many."""
+
+NEGLIGIBLE = 0.05
+"""A cluster lighter than this share of a fine cluster may merge over the cap, up to one share for each
+cluster that takes them in: it cannot unbalance anything."""
+
+MODULE_COST = 0.5
+"""Cost of cutting inside the deepest module; balance costs (weight / mean)^2 a block, so 1 in the mean."""
+
+SECONDS_PER_BYTE = 1 / 100e9
+"""Weight of boundary bytes against work where the caller knows no link: between PCIe and NVLink."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBlock:
+    """A convex set of nodes.
+
+    Args:
+        path: deepest module path that holds all of its nodes that have one.
+        nodes: node indices, ascending.
+        named_cut: the user wants a stage to begin here.
+    """
+
+    path: str
+    nodes: tuple[int, ...]
+    named_cut: bool = False
+
+
+def coarsen(
+    atoms: Atoms,
+    *,
+    max_blocks: int = 32,
+    cuts: Sequence[str] = (),
+    seconds_per_byte: float = SECONDS_PER_BYTE,
+) -> tuple[NodeBlock, ...]:
+    """Group atoms into blocks, in a topological order.
+
+    Args:
+        atoms: the weighted DAG.
+        max_blocks: upper limit; fewer come out where the program has fewer pieces worth separating, more
+            only where `cuts` names more.
+        cuts: module paths; a block begins at the first atom inside each.
+        seconds_per_byte: what a byte across a boundary costs.
+
+    Raises:
+        PlanError: no atom lies in a named module.
+
+    Complexity: O(n log n) for bounded degree, plus O(max_blocks^3) for the arrangement.
+    """
+    if not atoms.seconds:
+        return ()
+    starts = named_starts(atoms.paths, cuts)
+    clusters = _Clusters(atoms, starts, seconds_per_byte)
+    fine = max(FINE * max_blocks, len(starts) + 1)
+    clusters.coarsen(fine)
+    order = list(clusters.order())
+    segments = [clusters.segment[c] for c in order]
+    firsts = _arrange(
+        np.asarray([clusters.weight[c] for c in order]),
+        _boundary_costs(atoms, [clusters.nodes[c] for c in order], seconds_per_byte),
+        [i for i in range(1, len(order)) if segments[i] != segments[i - 1]],
+        max(max_blocks, len(starts) + 1),
+        sum(atoms.seconds) / max_blocks,
+    )
+    blocks = []
+    for first, last in zip(firsts, [*firsts[1:], len(order)], strict=True):
+        nodes = tuple(sorted(n for c in order[first:last] for n in clusters.nodes[c]))
+        named = first > 0 and segments[first] != segments[first - 1]
+        path = common_path(atoms.paths[n] for n in nodes)
+        blocks.append(NodeBlock(path=path, nodes=nodes, named_cut=named))
+    return tuple(blocks)
+
+
+def named_starts(paths: Sequence[str], cuts: Sequence[str]) -> list[int]:
+    """Index of the first atom inside each named module, ascending, each once.
+
+    A name matches a module whose path contains its components in a row: "layer/3" is found in
+    "encoder/layer/3/attention". Naming the module that comes first cuts nothing off.
+    """
+    starts = set()
+    for cut in cuts:
+        wanted = f"/{cut.strip('/')}/"
+        found = next((i for i, path in enumerate(paths) if wanted in f"/{path}/"), None)
+        if found is None:
+            known = sorted(
+                {"/".join(p.split("/")[:n]) for p in paths for n in range(1, p.count("/") + 2)} - {""}
+            )
+            near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
+            raise PlanError(
+                message(
+                    f"cuts names {cut!r}, but no module of the program is called so.",
+                    f"nearest names: {', '.join(near) or 'none (the function has no name scopes)'}",
+                    hint="jax.named_scope gives a part of a function a name.",
+                )
+            )
+        starts.add(found)
+    return sorted(starts - {0})
+
+
+class _Clusters:
+    """Clusters of atoms in a doubly linked list that is always a topological order of them."""
+
+    def __init__(self, atoms: Atoms, starts: Sequence[int], seconds_per_byte: float) -> None:
+        count = len(atoms.seconds)
+        self.weight = list(atoms.seconds)
+        self.nodes = [[i] for i in range(count)]
+        self.path: list[list[str]] = [path.split("/") if path else [] for path in atoms.paths]
+        self.segment = list(np.searchsorted(starts, np.arange(count), side="right"))
+        self.alive = [True] * count
+        self.taken_in = [0.0] * count  # weight merged over the cap in this round
+        self.count = count
+        self.before = list(range(-1, count - 1))
+        self.after = [*range(1, count), -1]
+        self.reads: list[dict[int, float]] = [{} for _ in range(count)]
+        self.feeds: list[dict[int, float]] = [{} for _ in range(count)]
+        for value in atoms.values:
+            cost = value.nbytes * seconds_per_byte
+            for consumer in value.consumers:
+                feeds, reads = self.feeds[value.producer], self.reads[consumer]
+                feeds[consumer] = feeds.get(consumer, 0.0) + cost
+                reads[value.producer] = reads.get(value.producer, 0.0) + cost
+
+    def order(self) -> Iterator[int]:
+        """Living clusters in topological order."""
+        cluster = next(c for c in range(len(self.alive)) if self.alive[c] and self.before[c] < 0)
+        while cluster >= 0:
+            yield cluster
+            cluster = self.after[cluster]
+
+    def coarsen(self, target: int) -> None:
+        """Merge in rounds until at most `target` clusters are left, or only named cuts lie between them."""
+        while self.count > target:
+            if self._round(target, capped=True) == 0 and self._round(target, capped=False) == 0:
+                return
+
+    def _round(self, target: int, *, capped: bool) -> int:
+        """Let every cluster, lightest first, merge once; returns the number of merges."""
+        living = [c for c in range(len(self.alive)) if self.alive[c]]
+        self.taken_in = [0.0] * len(self.alive)
+        weights = np.asarray([self.weight[c] for c in living])
+        share = float(weights.sum()) / target
+        cap = max(float(weights.mean() + 2 * weights.std()), share) if capped else float("inf")
+        matched: set[int] = set()
+        merged = 0
+        for cluster in (living[i] for i in np.argsort(weights, kind="stable")):
+            if cluster in matched or not self.alive[cluster]:
+                continue
+            light = self.weight[cluster] <= NEGLIGIBLE * share
+            other = self._best(cluster, cap, share if light else 0.0, matched)
+            if other is not None:
+                over = self.weight[cluster] if light else 0.0
+                kept = self._merge(cluster, other)
+                self.taken_in[kept] += over
+                matched.add(kept)
+                merged += 1
+        return merged
+
+    def _best(self, cluster: int, cap: float, room: float, matched: set[int]) -> int | None:
+        """The best neighbour; `room` is how much a neighbour may take in over the cap or a second time."""
+        best, best_key = None, None
+        weight, path, segment = self.weight[cluster], self.path[cluster], self.segment[cluster]
+        for other in self._neighbours(cluster):
+            total = weight + self.weight[other]
+            fits = total <= cap and other not in matched
+            if self.segment[other] != segment or not (fits or self.taken_in[other] + weight <= room):
+                continue
+            traffic = self.feeds[cluster].get(other, 0.0) + self.reads[cluster].get(other, 0.0)
+            key = (traffic == 0.0, -shared_depth(path, self.path[other]), total - traffic, other)
+            if best_key is None or key < best_key:
+                best, best_key = other, key
+        return best
+
+    def _neighbours(self, cluster: int) -> set[int]:
+        """Clusters that may merge with this one: next in the order, or joined by the only edge of a side.
+
+        Two clusters next to each other in a topological order have no path around; neither has an edge
+        whose producer feeds nobody else, or whose consumer reads nobody else.
+        """
+        found = {self.before[cluster], self.after[cluster]} - {-1}
+        feeds, reads = self.feeds[cluster], self.reads[cluster]
+        if len(feeds) == 1:
+            found.update(feeds)
+        if len(reads) == 1:
+            found.update(reads)
+        found.update(other for other in feeds if len(self.reads[other]) == 1)
+        found.update(other for other in reads if len(self.feeds[other]) == 1)
+        return found
+
+    def _merge(self, one: int, other: int) -> int:
+        """Merge two neighbours; returns the cluster that lives on, at a place where the order holds."""
+        producer, consumer = (one, other) if self._precedes(one, other) else (other, one)
+        # The producer may wait for its only consumer; otherwise the consumer moves up to the producer.
+        keep = producer
+        if self.after[producer] != consumer and len(self.feeds[producer]) == 1:
+            keep = consumer
+        gone = consumer if keep == producer else producer
+        self.nodes[keep] = self.nodes[producer] + self.nodes[consumer]
+        self.weight[keep] += self.weight[gone]
+        self.path[keep] = _joint(self.path[keep], self.path[gone])
+        self._unlink(gone)
+        _join(self.feeds, self.reads, keep, gone)
+        _join(self.reads, self.feeds, keep, gone)
+        return keep
+
+    def _precedes(self, one: int, other: int) -> bool:
+        if other in self.feeds[one]:
+            return True
+        return one not in self.feeds[other] and self.after[one] == other
+
+    def _unlink(self, cluster: int) -> None:
+        before, after = self.before[cluster], self.after[cluster]
+        if before >= 0:
+            self.after[before] = after
+        if after >= 0:
+            self.before[after] = before
+        self.alive[cluster] = False
+        self.count -= 1
+
+
+def _joint(one: list[str], other: list[str]) -> list[str]:
+    """Common path of two clusters; no path at all joins anything."""
+    if not one or not other:
+        return one or other
+    return one[: shared_depth(one, other)]
+
+
+def _join(out: list[dict[int, float]], back: list[dict[int, float]], keep: int, gone: int) -> None:
+    """Hand the edges of one direction over to the cluster that lives on."""
+    for other, cost in out[gone].items():
+        del back[other][gone]
+        if other != keep:
+            out[keep][other] = out[keep].get(other, 0.0) + cost
+            back[other][keep] = back[other].get(keep, 0.0) + cost
+    out[gone] = {}
+
+
+def _boundary_costs(atoms: Atoms, order: list[list[int]], seconds_per_byte: float) -> np.ndarray:
+    """What a boundary before each position costs, in units of balance cost; float64 [positions].
+
+    Bytes of every value alive across it, against the mean work of a position's share, and how deep
+    inside one module it cuts.
+    """
+    position = np.empty(len(atoms.seconds), np.int64)
+    for place, nodes in enumerate(order):
+        position[nodes] = place
+    change = np.zeros(len(order) + 1)
+    for value in atoms.values:
+        first, last = position[value.producer], max(position[c] for c in value.consumers)
+        change[first + 1] += value.nbytes
+        change[last + 1] -= value.nbytes
+    crossing = np.cumsum(change)[:-1] * seconds_per_byte
+    deepest = max((path.count("/") + 1 for path in atoms.paths if path), default=1)
+    depth = np.zeros(len(order))
+    for place in range(1, len(order)):
+        left, right = atoms.paths[order[place - 1][-1]], atoms.paths[order[place][0]]
+        if left and right:
+            depth[place] = shared_depth(left.split("/"), right.split("/"))
+    return np.stack([crossing, MODULE_COST * depth / deepest])
+
+
+def _arrange(
+    weights: np.ndarray, boundaries: np.ndarray, forced: Sequence[int], max_blocks: int, mean: float
+) -> list[int]:
+    """Cut a row of clusters into at most `max_blocks` runs; returns the first position of each run.
+
+    Minimises sum of (weight / mean)^2 over runs plus the costs of the boundaries.
+    """
+    count = len(weights)
+    total = np.concatenate([[0.0], np.cumsum(weights)])
+    scale = mean if mean > 0 else 1.0
+    cut = boundaries[0] / scale + boundaries[1]
+    cut[0] = 0.0
+    ends = np.arange(count + 1)
+    barrier = np.zeros(count + 1, np.int64)  # the last forced boundary before each end
+    for place in forced:
+        barrier[place + 1 :] = place
+    runs = ((total[None, :] - total[:, None]) / scale) ** 2 + np.append(cut, 0.0)[:, None]
+    runs[(ends[:, None] >= ends[None, :]) | (ends[:, None] < barrier[None, :])] = np.inf  # [start, end]
+    best = np.full(count + 1, np.inf)
+    best[0] = 0.0
+    choices, results = [], []
+    for _ in range(min(max_blocks, count)):
+        candidates = best[:, None] + runs
+        choices.append(np.argmin(candidates, axis=0))
+        best = np.min(candidates, axis=0)
+        results.append(best[count])
+    used = int(np.argmin(results))
+    firsts, end = [], count
+    for choice in reversed(choices[: used + 1]):
+        end = int(choice[end])
+        firsts.append(end)
+    return firsts[::-1]

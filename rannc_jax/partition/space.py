@@ -1,0 +1,153 @@
+"""What the search may choose from: microbatches, schedules, replicas, cuts, devices.
+
+All constraints but the memory limit are applied here, once, so that every search walks the same space.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rannc_jax.errors import PlanError, message
+from rannc_jax.partition.constraints import AUTO, Constraints, NamedSchedule
+from rannc_jax.partition.manual import resolve_cuts
+from rannc_jax.partition.stage import StageModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The choices that constraints leave.
+
+    Args:
+        schedules: in the order in which ties are broken.
+        num_microbatches: ascending, each a divisor of the rows.
+        num_stages: fixed, or None.
+        boundaries: where stages may begin in the blocks' own order, both ends included, or None where
+            any convex cut is allowed; with fixed cuts every boundary is used.
+        notes: what was changed, for the plan.
+    """
+
+    schedules: tuple[NamedSchedule, ...]
+    num_microbatches: tuple[int, ...]
+    num_stages: int | None
+    boundaries: tuple[int, ...] | None
+    notes: tuple[str, ...]
+
+    def most_stages(self, model: StageModel) -> int:
+        """No plan has more stages."""
+        return self.num_stages or min(model.num_blocks, model.num_devices)
+
+
+def replica_counts(model: StageModel, microbatch_rows: int, fixed: int | None) -> tuple[int, ...]:
+    """Replicas that a stage may have: divisors of the rows of a microbatch, up to all devices."""
+    counts = (fixed,) if fixed is not None else range(1, min(model.num_devices, microbatch_rows) + 1)
+    return tuple(r for r in counts if microbatch_rows % r == 0 and r <= model.num_devices)
+
+
+def search_space(
+    model: StageModel, constraints: Constraints, schedules: Sequence[NamedSchedule], *, splittable: bool
+) -> Space:
+    """Apply the constraints.
+
+    Raises:
+        PlanError: a constraint names something that is not there, or nothing is left to choose from.
+    """
+    if model.rows < 1:
+        raise PlanError(message(f"a batch of {model.rows} rows cannot be used.", hint="one row or more."))
+    microbatches, notes = _microbatches(model.rows, constraints, splittable=splittable)
+    boundaries = None
+    if constraints.cuts != AUTO:
+        paths = [block.path for block in model.blocks]
+        boundaries = (0, *resolve_cuts(constraints.cuts, paths), model.num_blocks)
+    num_stages = constraints.fixed_num_stages
+    _check_size(model, constraints, num_stages)
+    return Space(
+        schedules=_schedules(constraints, schedules),
+        num_microbatches=microbatches,
+        num_stages=num_stages,
+        boundaries=boundaries,
+        notes=notes,
+    )
+
+
+def _schedules(constraints: Constraints, schedules: Sequence[NamedSchedule]) -> tuple[NamedSchedule, ...]:
+    name = constraints.schedule_name
+    chosen = tuple(schedule for schedule in schedules if name in (None, schedule.name))
+    if not chosen:
+        built = ", ".join(repr(schedule.name) for schedule in schedules)
+        raise PlanError(message(f"schedule {name!r} is not built yet.", hint=f"one of {built}."))
+    return chosen
+
+
+def _microbatches(
+    rows: int, constraints: Constraints, *, splittable: bool
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Allowed numbers of microbatches, and what to tell the user."""
+    wanted = constraints.num_microbatches
+    least, most = (1, rows) if wanted == AUTO else wanted if isinstance(wanted, tuple) else (wanted, wanted)
+    if not splittable:
+        if least > 1:
+            raise PlanError(
+                message(
+                    f"num_microbatches={wanted} would change the loss: rows of the batch are coupled.",
+                    hint="num_microbatches=1, or allow_coupled=True to accept another loss.",
+                )
+            )
+        return _divisors(rows, 1, constraints), (
+            "rows are coupled, so the batch stays whole: one microbatch.",
+        )
+    divisors = _divisors(rows, rows, constraints)
+    if isinstance(wanted, int):
+        taken = max(m for m in divisors if m <= wanted)
+        note = (
+            f"num_microbatches={wanted} does not divide {rows} rows: {taken} microbatches of {rows // taken}."
+        )
+        return (taken,), () if taken == wanted else (note,)
+    inside = tuple(m for m in divisors if least <= m <= most)
+    if not inside:
+        raise PlanError(
+            message(
+                f"no number of microbatches from {least} to {most} divides {rows} rows.",
+                f"numbers that do: {', '.join(map(str, divisors))}",
+                hint="a range that holds one of them, or another batch size.",
+            )
+        )
+    return inside, ()
+
+
+def _divisors(rows: int, most: int, constraints: Constraints) -> tuple[int, ...]:
+    """Numbers of microbatches up to `most` whose rows divide by every fixed number of replicas."""
+    replicas = constraints.replicas
+    counts = () if replicas == AUTO else replicas if isinstance(replicas, tuple) else (replicas,)
+    kept = tuple(m for m in range(1, most + 1) if rows % m == 0 and all(rows // m % r == 0 for r in counts))
+    if not kept:
+        raise PlanError(
+            message(
+                f"a batch of {rows} rows does not divide by replicas={replicas}.",
+                hint="replicas or a batch size that divide each other, or replicas='auto'.",
+            )
+        )
+    return kept
+
+
+def _check_size(model: StageModel, constraints: Constraints, num_stages: int | None) -> None:
+    """Fixed numbers of stages and replicas must find enough blocks and devices."""
+    if num_stages is not None and num_stages > model.num_blocks:
+        raise PlanError(
+            message(
+                f"{num_stages} stages cannot be made of {model.num_blocks} blocks.",
+                hint=f"num_stages={model.num_blocks} or less, or more blocks.",
+            )
+        )
+    replicas = constraints.replicas
+    least = (
+        replicas
+        if isinstance(replicas, tuple)
+        else (1 if replicas == AUTO else replicas,) * (num_stages or 1)
+    )
+    if sum(least) > model.num_devices:
+        raise PlanError(
+            message(
+                f"the constraints ask for {sum(least)} devices, and the cluster has {model.num_devices}.",
+                f"replicas by stage: {', '.join(map(str, least))}",
+                hint="fewer stages or replicas, or a larger cluster.",
+            )
+        )

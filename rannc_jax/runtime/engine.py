@@ -1,0 +1,402 @@
+"""One function over one set of stages, for whatever batches come.
+
+An `Engine` traces the function for the batch it is given, lays the plan's stages on the program, lowers
+it once per batch shape, and runs the operations. Cut, placement and state stay; a batch of another
+size or length only brings new programs.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from rannc_jax.contract import Remat
+from rannc_jax.errors import TraceError, message
+from rannc_jax.ir import prepare
+from rannc_jax.ir.batch import CouplingKind, Dependence, RowLayout
+from rannc_jax.ir.example import Example, Subject, abstract, make_example
+from rannc_jax.ir.graph import Graph, build_graph
+from rannc_jax.ir.roles import OutputKind, Role
+from rannc_jax.ir.trace import Program, same_structure, trace
+from rannc_jax.runtime.executor import Watch, execute
+from rannc_jax.runtime.feed import microbatch, microbatch_rows, part_weights, valid_rows
+from rannc_jax.runtime.lower import Layout, Lowered, StepLowering
+from rannc_jax.runtime.ops import Key, check, freed
+from rannc_jax.runtime.stage import Spread
+from rannc_jax.runtime.transfer import move, place
+from rannc_jax.schedule import linearise, schedule_named
+
+Stages = tuple[tuple[tuple[int, ...], ...], ...]
+_SHAPES_BEFORE_WARNING = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routine:
+    """How an engine works through a batch, apart from the cut.
+
+    Args:
+        remats: per stage.
+        meshes: per stage.
+        schedule: "gpipe", "1f1b", "forward".
+        num_microbatches: wanted; fewer if the rows do not divide.
+        train: with a backward.
+    """
+
+    remats: tuple[Remat, ...]
+    meshes: tuple[Mesh, ...]
+    schedule: str
+    num_microbatches: int
+    train: bool
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(mesh.size for mesh in self.meshes)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A lowered batch shape: everything that does not depend on the arrays."""
+
+    example: Example
+    graph: Graph
+    layout: Layout
+    lowering: StepLowering
+    lowered: Lowered
+    ops: list[Any]
+    batch_dims: tuple[int | None, ...]
+    constants: dict[Key, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs one function.
+
+    Args:
+        who: the function.
+        example: what it was planned with; its batch may change from call to call.
+        stages_of: lays the cut on a graph (per stage, the node indices of its blocks).
+        routine: how batches are worked through.
+        batch_dims: as the user gave them.
+        allow_coupled: coupled programs may run as several microbatches.
+        graph: of the example, if it is there already.
+    """
+
+    def __init__(
+        self,
+        who: Subject,
+        example: Example,
+        stages_of: Callable[[Graph], Stages],
+        routine: Routine,
+        *,
+        batch_dims: Any = "auto",
+        allow_coupled: bool = False,
+        graph: Graph | None = None,
+    ) -> None:
+        self.who, self.example, self.routine = who, example, routine
+        self._stages_of, self._batch_dims, self._allow_coupled = stages_of, batch_dims, allow_coupled
+        self._graphs: dict[Any, Graph] = {}
+        if graph is not None:
+            self._graphs[_signature(example.batch)] = graph
+        self._prepared: dict[Any, Prepared] = {}
+        self._copies: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def prepared(self, batch: Any, batch_grads: frozenset[int] = frozenset()) -> Prepared:
+        """The lowered form for a batch of this shape."""
+        shapes = abstract(batch)
+        key = (_signature(shapes), batch_grads)
+        if key not in self._prepared:
+            if len(self._prepared) == _SHAPES_BEFORE_WARNING:
+                warnings.warn(
+                    f"batches of {_SHAPES_BEFORE_WARNING + 1} different shapes have been seen; each compiles "
+                    "programs of its own. Pad batches to a few sizes, or drop the last short one.",
+                    stacklevel=3,
+                )
+            self._prepared[key] = self._prepare(shapes, batch_grads)
+        return self._prepared[key]
+
+    def _example_for(self, shapes: Any) -> Example:
+        example = self.example
+        if _signature(shapes) == _signature(example.batch):
+            return example
+        if jax.tree.structure(shapes) != jax.tree.structure(example.batch):
+            raise TraceError(
+                message(
+                    "the batch has another structure than the one that was planned.",
+                    f"got {jax.tree.structure(shapes)}",
+                    f"expected {jax.tree.structure(example.batch)}",
+                    hint="give the same leaves, or make another step.",
+                )
+            )
+        fresh = make_example(
+            self.who,
+            example.params,
+            shapes,
+            frozen=example.frozen,
+            model_state=example.model_state,
+            rng=example.rng,
+            batch_dims=self._batch_dims,
+        )
+        return replace(fresh, params=example.params)
+
+    def _prepare(self, shapes: Any, batch_grads: frozenset[int]) -> Prepared:
+        example = self._example_for(shapes)
+        key = _signature(shapes)
+        if key not in self._graphs:
+            self._graphs[key] = prepare(self.who, example)
+        graph = self._graphs[key]
+        if batch_grads:
+            graph = build_graph(graph.program, graph.twin, graph.info, batch_grads=batch_grads)
+        layout = self._layout(graph, example)
+        lowering = StepLowering(
+            graph,
+            layout,
+            self._traces(graph, example, layout),
+            batch_grads=batch_grads,
+            train=self.routine.train,
+        )
+        lowered = lowering.lower()
+        prepared = Prepared(
+            example=example,
+            graph=graph,
+            layout=layout,
+            lowering=lowering,
+            lowered=lowered,
+            ops=[],
+            batch_dims=example.batch_dims,
+        )
+        prepared.ops = freed(lowered.ops, lowered.wanted)
+        check(prepared.ops, self._given_keys(prepared), lowered.wanted)
+        return prepared
+
+    def _layout(self, graph: Graph, example: Example) -> Layout:
+        routine = self.routine
+        stages = self._stages_of(graph)
+        spread = spread_of(graph, stages, routine.replicas)
+        count, rows = self._microbatches(graph, example.rows)
+        schedule = schedule_named(routine.schedule)
+        actions = linearise(schedule.actions(len(stages), count))
+        return Layout(
+            stages=stages,
+            remats=routine.remats,
+            meshes=routine.meshes,
+            actions=tuple(actions),
+            num_microbatches=count,
+            rows=rows,
+            batch_rows=example.rows,
+            spread=spread,
+        )
+
+    def _microbatches(self, graph: Graph, batch_rows: int) -> tuple[int, int]:
+        wanted, replicas = self.routine.num_microbatches, self.routine.replicas
+        info = graph.info
+        coupled = [c for c in info.couplings if c.kind is CouplingKind.OTHER]
+        pad = _may_pad(graph)
+        if info.couplings and not self._allow_coupled:
+            wanted = 1 if coupled else wanted
+            if batch_rows % wanted or any((batch_rows // wanted) % r for r in replicas):
+                first = (coupled or list(info.couplings))[0]
+                raise TraceError(
+                    message(
+                        f"{batch_rows} rows do not divide into {wanted} microbatches for replicas {replicas}, "
+                        f"and the rows are coupled ({first.kind.value}).",
+                        f"by {first.primitive} in {first.path or 'the function'} at {first.source}",
+                        hint="a batch that divides, or another num_microbatches.",
+                    )
+                )
+            return wanted, batch_rows // wanted
+        try:
+            count, rows = microbatch_rows(batch_rows, wanted, replicas, pad=pad)
+        except ValueError as error:
+            raise TraceError(
+                message(
+                    f"a batch of {batch_rows} rows cannot be spread.",
+                    str(error),
+                    "rows cannot be padded: their reduction into the loss was not found.",
+                    hint=f"a batch whose rows divide by {int(np.lcm.reduce(np.asarray(replicas)))}.",
+                )
+            ) from error
+        return count, rows
+
+    def _traces(self, graph: Graph, example: Example, layout: Layout) -> dict[int, Program]:
+        """The function traced with the rows of each stage's program."""
+        per_replica = layout.spread is Spread.PER_REPLICA
+        sizes = {layout.rows // mesh.size if per_replica else layout.rows for mesh in layout.meshes}
+        traces: dict[int, Program] = {}
+        for rows in sorted(sizes):
+            program = graph.program if rows == graph.program.rows else trace(self.who, example, rows)
+            if not same_structure(program, graph.program):
+                raise TraceError(
+                    message(
+                        f"the function is another program with {rows} rows than with {graph.program.rows}.",
+                        f"{layout.num_microbatches} microbatches on replicas {self.routine.replicas} make "
+                        f"parts of {rows} rows",
+                        hint="fewer microbatches or replicas (parts of one row often take other paths), or "
+                        "a function that does not look at the number of rows.",
+                    )
+                )
+            traces[rows] = program
+        return traces
+
+    # --- arrays -------------------------------------------------------------------------------
+
+    def _given_keys(self, prepared: Prepared) -> list[Key]:
+        lowering, layout = prepared.lowering, prepared.layout
+        keys: list[Key] = [("step_key",), ("even",)]
+        for v, leaf in enumerate(prepared.graph.program.inputs):
+            if leaf.role is Role.PARAM:
+                keys.append(("param", v))
+        keys += [("state", v, 0) for v in lowering.written]
+        for i in range(layout.num_microbatches):
+            keys.append(("part_weight", i))
+            for s, shape in enumerate(lowering.shapes):
+                keys += [("batch", v, i, s) for v in shape.batch]
+                keys.append(("valid", i, s))
+        for s, shape in enumerate(lowering.shapes):
+            keys += [("held", v, s) for v in shape.held]
+        return keys
+
+    def run(
+        self,
+        prepared: Prepared,
+        leaves: Mapping[int, Any],
+        batch: Any,
+        step_key: Any = None,
+        watch: Watch | None = None,
+    ) -> dict[Key, Any]:
+        """Run one batch.
+
+        Args:
+            prepared: for this batch.
+            leaves: input value id -> array, for parameters, frozen leaves and model state, each on the
+                sub-mesh it lives on.
+            batch: the user's arrays.
+            step_key: the key that microbatches fold their number into.
+            watch: see `execute`.
+
+        Returns:
+            The wanted keys.
+        """
+        lowering, layout = prepared.lowering, prepared.layout
+        env: dict[Key, Any] = dict(self._constants(prepared))
+        for v, leaf in enumerate(prepared.graph.program.inputs):
+            if leaf.role is Role.PARAM:
+                env["param", v] = leaves[v]
+        for v in lowering.written:
+            env["state", v, 0] = leaves[v]
+        for s, shape in enumerate(lowering.shapes):
+            for v in shape.held:
+                env["held", v, s] = self._held(prepared, v, s, leaves)
+        if step_key is not None:
+            env["step_key",] = place([step_key], [None], layout.meshes[0])[0]
+        self._feed(prepared, batch, env)
+        execute(
+            prepared.ops,
+            env,
+            programs=prepared.lowered.programs,
+            meshes=layout.meshes,
+            layouts=prepared.lowered.layouts,
+            watch=watch,
+        )
+        return env
+
+    def _held(self, prepared: Prepared, v: int, s: int, leaves: Mapping[int, Any]) -> Any:
+        """A frozen leaf or constant on a stage; copies are made once and kept while the source is the same."""
+        program, mesh = prepared.graph.program, prepared.layout.meshes[s]
+        source = leaves.get(v)
+        if source is None:
+            constants = [u for u, leaf in enumerate(program.inputs) if leaf.role is Role.CONST]
+            source = program.const_values[constants.index(v)]
+        elif prepared.lowering.owner[v] == s:
+            return source
+        cached = self._copies.get((v, s))
+        if cached is None or cached[0] is not source:
+            carry = move if isinstance(source, jax.Array) and leaves.get(v) is not None else place
+            self._copies[v, s] = cached = (source, carry([source], [None], mesh)[0])
+        return cached[1]
+
+    def _feed(self, prepared: Prepared, batch: Any, env: dict[Key, Any]) -> None:
+        program, layout = prepared.graph.program, prepared.layout
+        ids = [v for v, leaf in enumerate(program.inputs) if leaf.role is Role.BATCH]
+        arrays = {}
+        for v, array in zip(ids, jax.tree.leaves(batch), strict=True):
+            wanted = program.inputs[v].aval.dtype
+            array = array if isinstance(array, (np.ndarray, jax.Array)) else np.asarray(array)
+            arrays[v] = array if array.dtype == wanted else array.astype(wanted)
+        for s, shape in enumerate(prepared.lowering.shapes):
+            keys, parts, layouts = [], [], []
+            for i in range(layout.num_microbatches):
+                for v in shape.batch:
+                    keys.append(("batch", v, i, s))
+                    dim = program.inputs[v].batch_dim
+                    parts.append(microbatch(arrays[v], dim, i, layout.rows))
+                    layouts.append(None if dim is None else RowLayout(dim))
+            env.update(zip(keys, place(parts, layouts, layout.meshes[s]), strict=True))
+
+    def _constants(self, prepared: Prepared) -> dict[Key, Any]:
+        """Weights of parts and masks of padded rows: the same for every batch of this shape."""
+        if prepared.constants:
+            return prepared.constants
+        layout, lowering = prepared.layout, prepared.lowering
+        found = prepared.constants
+        if lowering.loss_position is not None:
+            mesh = layout.meshes[lowering.loss_stage]
+            parts = mesh.size if layout.spread is Spread.PER_REPLICA else 1
+            rows = RowLayout(0) if layout.spread is Spread.PER_REPLICA else None
+            weights = [
+                part_weights(layout.batch_rows, i, layout.rows, parts) for i in range(layout.num_microbatches)
+            ]
+            placed = place(weights, [rows] * len(weights), mesh)
+            found.update({("part_weight", i): w for i, w in enumerate(placed)})
+        else:
+            even = np.ones((layout.num_microbatches,), np.float32)
+            found["even",] = jnp.asarray(even)
+        if layout.padded:
+            for s, mesh in enumerate(layout.meshes):
+                masks = [valid_rows(layout.batch_rows, i, layout.rows) for i in range(layout.num_microbatches)]
+                placed = place(masks, [RowLayout(0)] * len(masks), mesh)
+                found.update({("valid", i, s): m for i, m in enumerate(placed)})
+        return found
+
+
+def spread_of(graph: Graph, stages: Stages, replicas: Sequence[int]) -> Spread:
+    """Per replica where rows are separable and no sum over rows crosses stages; sharded otherwise."""
+    info = graph.info
+    if all(r == 1 for r in replicas):
+        return Spread.PER_REPLICA
+    if info.couplings or info.unspreadable:
+        return Spread.SHARDED
+    stage_of = {n: s for s, blocks in enumerate(stages) for block in blocks for n in block}
+    for edge in graph.edges:
+        crosses = any(stage_of[c] != stage_of[edge.producer] for c in edge.consumers)
+        if crosses and info.layouts[edge.value] is None and info.dependence[edge.value] is not Dependence.FREE:
+            return Spread.SHARDED
+    for k, leaf in enumerate(graph.program.outputs):
+        v = graph.program.output_ids()[k]
+        if v is None or leaf.kind in (OutputKind.LOSS, OutputKind.WEIGHT):
+            continue
+        reduced = info.layouts[v] is None and info.dependence[v] is not Dependence.FREE
+        if reduced and (leaf.kind is OutputKind.MODEL_STATE or v not in info.reductions):
+            return Spread.SHARDED
+    return Spread.PER_REPLICA
+
+
+def _may_pad(graph: Graph) -> bool:
+    """Whether padded rows can be kept out of the loss and of every output."""
+    info, outputs = graph.info, graph.program.outputs
+    if info.row_masks is None or info.couplings:
+        return False
+    for v, leaf in zip(graph.program.output_ids(), outputs, strict=True):
+        if leaf.kind in (OutputKind.LOSS, OutputKind.WEIGHT) or v is None:
+            continue
+        if info.layouts[v] is None and info.dependence[v] is not Dependence.FREE:
+            return False
+    return True
+
+
+def _signature(batch: Any) -> Any:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)

@@ -1,0 +1,148 @@
+"""Whether a grid of actions can run: completeness, dependencies, no deadlock, memory.
+
+Dependencies are those of a chain of stages: a forward waits for the same microbatch on the stage
+before, a gradient for the stage after. Values that skip stages ask for less, so an order that is right
+for the chain is right for every plan.
+"""
+
+from collections import Counter
+
+from rannc_jax.errors import ScheduleError, message
+from rannc_jax.schedule.action import Action, Kind
+from rannc_jax.schedule.schedule import Grid
+
+_COMPLETE = (
+    Counter({Kind.FORWARD: 1}),
+    Counter({Kind.FORWARD: 1, Kind.BACKWARD: 1}),
+    Counter({Kind.FORWARD: 1, Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 1}),
+)
+
+
+def linearise(actions: Grid) -> tuple[Action, ...]:
+    """One global order in which every action comes after all that it needs.
+
+    It is the order in which the actions would start if each took one unit of time, ties by stage: a
+    single thread that dispatches in this order keeps all stages fed. Linear in the number of actions.
+
+    Raises:
+        ScheduleError: the actions wait for each other for ever.
+    """
+    starts = _unit_starts(actions)
+    stuck = [row[len(times)] for row, times in zip(actions, starts, strict=True) if len(times) < len(row)]
+    if stuck:
+        raise ScheduleError(_deadlock(stuck))
+    timed = [
+        (start, stage, position) for stage, times in enumerate(starts) for position, start in enumerate(times)
+    ]
+    timed.sort()
+    return tuple(actions[stage][position] for _, stage, position in timed)
+
+
+def _unit_starts(actions: Grid) -> list[list[int]]:
+    """Start of each action if each takes one unit; a row ends early at an action that waits for ever."""
+    values: list[dict[int, int]] = [{} for _ in actions]
+    cotangents: list[dict[int, int]] = [{} for _ in actions]
+    starts: list[list[int]] = [[] for _ in actions]
+    there_already = {action.microbatch: 0 for row in actions for action in row}
+    waiting = list(range(len(actions)))
+    while waiting:
+        stage = waiting.pop()
+        before = values[stage - 1] if stage > 0 else there_already
+        after = cotangents[stage + 1] if stage + 1 < len(actions) else there_already
+        row, times, own, back = actions[stage], starts[stage], values[stage], cotangents[stage]
+        progress = len(times)
+        clock = times[-1] + 1 if times else 0
+        while len(times) < len(row):
+            kind, microbatch = row[len(times)].kind, row[len(times)].microbatch
+            if kind is Kind.FORWARD:
+                arrival = before.get(microbatch)
+            elif kind is Kind.WEIGHT_GRAD:
+                arrival = back.get(microbatch)
+            else:
+                arrival = after.get(microbatch) if microbatch in own else None
+            if arrival is None:
+                break
+            start = max(clock, arrival)
+            times.append(start)
+            clock = start + 1
+            if kind is Kind.FORWARD:
+                own[microbatch] = clock
+            elif kind is not Kind.WEIGHT_GRAD:
+                back[microbatch] = clock
+        if len(times) > progress:
+            waiting += [other for other in (stage - 1, stage + 1) if 0 <= other < len(actions)]
+    return starts
+
+
+def check_actions(actions: Grid, *, in_flight: tuple[int, ...] | None = None) -> None:
+    """Check that each stage runs each microbatch once, that nothing deadlocks, and what is kept.
+
+    Args:
+        actions: by stage.
+        in_flight: the promise of each stage, if any.
+
+    Raises:
+        ScheduleError: names the stage and the first action that is wrong.
+    """
+    microbatches = {action.microbatch for row in actions for action in row}
+    for stage, row in enumerate(actions):
+        _check_complete(stage, row, microbatches)
+    linearise(actions)
+    if in_flight is None:
+        return
+    for stage, row in enumerate(actions):
+        peak = peak_in_flight(row)
+        if peak > in_flight[stage]:
+            raise ScheduleError(
+                message(
+                    f"stage {stage} keeps more microbatches than its schedule promises.",
+                    f"in flight at its peak: {peak}, promised: {in_flight[stage]}",
+                )
+            )
+
+
+def peak_in_flight(row: tuple[Action, ...]) -> int:
+    """The most forwards of one stage whose last gradient has not run; 0 for a row without gradients."""
+    last = {
+        action.microbatch: position for position, action in enumerate(row) if action.kind is not Kind.FORWARD
+    }
+    held = peak = 0
+    for position, action in enumerate(row):
+        if action.kind is Kind.FORWARD:
+            held += action.microbatch in last
+            peak = max(peak, held)
+        elif last[action.microbatch] == position:
+            held -= 1
+    return peak
+
+
+def _check_complete(stage: int, row: tuple[Action, ...], microbatches: set[int]) -> None:
+    kinds: dict[int, Counter[Kind]] = {microbatch: Counter() for microbatch in microbatches}
+    for action in row:
+        if action.stage != stage:
+            raise ScheduleError(message(f"action {action} stands in the row of stage {stage}."))
+        kinds[action.microbatch][action.kind] += 1
+    for microbatch, counted in sorted(kinds.items()):
+        if counted not in _COMPLETE:
+            got = "".join(sorted(kind.value for kind in counted.elements())) or "nothing"
+            raise ScheduleError(
+                message(
+                    f"stage {stage} does not run microbatch {microbatch} exactly once.",
+                    f"got: {got}",
+                    "expected: F, or F and B, or F, I and W",
+                )
+            )
+
+
+def _deadlock(stuck: list[Action]) -> str:
+    """Each stage's first action that never runs, and what it waits for."""
+    lines = []
+    for action in stuck:
+        if action.kind is Kind.FORWARD:
+            needs = f"the forward of {action.microbatch} on stage {action.stage - 1}"
+        elif action.kind is Kind.WEIGHT_GRAD:
+            needs = f"{Action(action.stage, Kind.INPUT_GRAD, action.microbatch)}"
+        else:
+            needs = f"its forward, and the gradient of {action.microbatch} on stage {action.stage + 1}"
+        lines.append(f"{action} waits for {needs}")
+    return message("the schedule deadlocks.", *lines)
