@@ -99,11 +99,10 @@ class ChainSearch:
                 yield estimate
             cap *= CAP_STEP
 
-    def smallest(self) -> Candidate | None:
-        """The plan whose fullest device is least full, whatever its speed; None if there is no plan."""
+    def smallest(self) -> list[Candidate]:
+        """For each number of stages the plan whose fullest device is least full, whatever its speed."""
         layers = self._solve(np.maximum, lambda table: table.fullness)
-        stages = min(self._ends(layers), key=lambda k: self._value(layers, k), default=None)
-        return None if stages is None else self._estimate(layers, stages).candidate
+        return [self._estimate(layers, num_stages).candidate for num_stages in self._ends(layers)]
 
     def _solve(self, combine: np.ufunc, pick: Callable[[IntervalTable], Matrix]) -> list[_Layer]:
         """Layers of 0, 1, ... stages; `combine` is np.add for sums, np.maximum for the busiest stage."""
