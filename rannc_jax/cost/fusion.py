@@ -9,6 +9,8 @@ The rules depend on the wiring and on the sizes of the first trace only, so both
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rannc_jax.cost import primitives
 from rannc_jax.cost.flops import Fusion, Work
 from rannc_jax.cost.operations import NO_VALUE, Operation, Twins
@@ -57,7 +59,7 @@ def fuse(twins: Twins, group: Sequence[int], escaping: Collection[int]) -> Fused
 
 
 def edge_bytes(
-    fused: Fused, kernel: Kernel, ops: Sequence[Operation], works: Sequence[Work], nbytes: Sequence[int]
+    fused: Fused, kernel: Kernel, ops: Sequence[Operation], works: Sequence[Work], nbytes: np.ndarray
 ) -> tuple[int, int]:
     """Bytes that a kernel reads and writes in one of the two traces."""
     made = {v for index in kernel.members for v in ops[index].writes}
