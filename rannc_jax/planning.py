@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from rannc_jax.cluster import ClusterSpec
-from rannc_jax.cost import open_graph, price
-from rannc_jax.cost.price import node_seconds
+
+from rannc_jax.cost.price import node_seconds, open_graph, price
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.batch import Coupling, CouplingKind
