@@ -6,17 +6,17 @@ to the planner on one side and the runtime on the other.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
 
-from rannc_jax.cluster import ClusterSpec, DeviceGroup, DeviceSpec
+from rannc_jax.cluster import ClusterSpec, DeviceGroup
 from rannc_jax.config import load_cluster
 from rannc_jax.contract import TrainableModel
-from rannc_jax.cost.presets import PRESET_KINDS, device_preset, link_preset
+from rannc_jax.cost.presets import device_preset, kind_of, link_preset
 from rannc_jax.errors import MeshError, PlanError, message
 from rannc_jax.ir.example import AUTO, Example, Subject, make_example, subject
 from rannc_jax.ir.graph import Graph
@@ -266,36 +266,23 @@ def _mesh_axes(mesh: jax.sharding.Mesh) -> dict[str, int]:
     return {axis: sizes[axis] for axis in known}
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A preset and what JAX's name of the device contains."""
-
-    text: str
-    kind: str
-
-
-_NAMES = (_Known("h200", "h200"), _Known("h100", "h100"), _Known("a100", "a100_80gb"), _Known("v100", "v100"))
-
-
 def local_cluster(devices: Sequence[jax.Device]) -> ClusterSpec:
     """A description of devices of this process, from presets and from what JAX says of their memory."""
     first = devices[0]
-    kind = first.device_kind.lower()
-    name = next((k.kind for k in _NAMES if k.text in kind and k.kind in PRESET_KINDS), None)
-    if name is None:
-        name = "cpu" if first.platform == "cpu" else "h100"
-        if first.platform != "cpu":
-            warnings.warn(
-                f"no preset for {first.device_kind!r}; planning as if it were {name}. Describe it in a mesh file.",
-                stacklevel=4,
-            )
-    device: DeviceSpec = device_preset(name)
     limit = memory_limit(devices)
+    name = "cpu" if first.platform == "cpu" else kind_of(first.device_kind, limit)
+    if name is None:
+        name = "h100"
+        warnings.warn(
+            f"no preset for {first.device_kind!r}; planning as if it were {name}. Describe it in a mesh file.",
+            stacklevel=4,
+        )
+    device = device_preset(name)
     if limit is not None:
         device = replace(device, memory_bytes=limit)
     link = link_preset("host" if first.platform == "cpu" else "nvlink4")
     group = DeviceGroup(device=device, count_per_host=len(devices))
-    return ClusterSpec(groups=(group,), intra_host=link, inter_host=link_preset("ethernet_100"))
+    return ClusterSpec(groups=(group,), intra_host=link, inter_host=link_preset("net100g"))
 
 
 def memory_limit(devices: Sequence[jax.Device]) -> int | None:
