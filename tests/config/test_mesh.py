@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rannc_jax.config import load_cluster, load_device
-from rannc_jax.cost.presets import link_preset
+from rannc_jax.cost.presets import device_preset, link_preset
 from rannc_jax.errors import ConfigError
 
 MESHES = Path(__file__).parents[2] / "examples" / "meshes"
@@ -79,7 +79,7 @@ def test_units_become_si() -> None:
 
 
 def test_keys_override_the_preset_and_the_rest_of_it_stays() -> None:
-    preset = load_cluster(changed({"devices.0.memory_gib": ...})).device(0)
+    preset = device_preset("h200")
     given = {"tflops_per_s": {"float32": 7.0}, "kind": "h200", "count_per_host": 1, "hosts": 2}
     device = load_cluster(changed({"devices.0": given, "axes": {}})).device(0)
     assert device.flops_per_s == {**preset.flops_per_s, "float32": 7e12}
