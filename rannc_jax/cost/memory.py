@@ -57,17 +57,15 @@ _LINEAR = (
     flops.VIEWS
     | flops.MOVES
     | flops.RANDOM
-    | frozenset(
-        "add sub neg add_any real imag conj complex reduce_sum cumsum slice reduce_window_sum".split()
-    )
+    | flops.names("add sub neg add_any real imag conj complex reduce_sum cumsum slice reduce_window_sum")
 )
 _PRODUCTS = flops.MATMULS | flops.CONVOLUTIONS | {"mul"}
-_KEEPS_RESULT = frozenset("exp exp2 sqrt cbrt rsqrt logistic".split())
-_KEEPS_ONE = frozenset(
+_KEEPS_RESULT = flops.names("exp exp2 sqrt cbrt rsqrt logistic")
+_KEEPS_ONE = flops.names(
     "sin cos tan log log1p expm1 asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv integer_pow square "
-    "abs lgamma digamma".split()
+    "abs lgamma digamma"
 )
-_KEEPS_TWO = frozenset({"tanh", "pow", "atan2"})
+_KEEPS_TWO = flops.names("tanh pow atan2")
 _INDEXED = frozenset({"gather", "dynamic_slice", "dynamic_update_slice"}) | flops.SCATTERS
 
 
@@ -87,69 +85,96 @@ def residuals(
         remat: what the group may keep.
         gradients: value ids that get a cotangent.
         held: value ids that are held anyway: parameters and other inputs, prologue, the group's inputs.
-        stored: values that leave the group; whoever reads them holds them, so SAVE_MATMULS does not
-            count them here.
+        stored: values that leave the group; whoever reads them holds them.
 
     Returns:
         Each residual once, in order.
     """
     keep = {Remat.SAVE_ALL: _everything, Remat.SAVE_MATMULS: _products, Remat.RECOMPUTE: _nothing}[remat]
-    skip = {*held, NO_VALUE} if remat is Remat.SAVE_ALL else {*held, *stored, NO_VALUE}
-    return [value for value in dict.fromkeys(keep(twins, group, gradients)) if value not in skip]
+    skip = {*held, *stored, NO_VALUE}
+    found = keep(twins, group, gradients, held)
+    return [value for value in dict.fromkeys(found) if value not in skip]
 
 
 def residual_bytes(twins: Twins, kept: Collection[Residual]) -> Line:
     """Bytes of residuals, by rows."""
     total = [0.0, 0.0]
-    fixed = slope = 0.0
+    stacked = Line(0.0, 0.0)
     for residual in kept:
         if isinstance(residual, Stacked):
-            line = _stacked_bytes(twins, residual)
-            fixed, slope = fixed + line.fixed, slope + line.slope
+            stacked += _stacked_bytes(twins, residual)
             continue
         for which, opened in enumerate((twins.first, twins.second)):
             sizes = twins.nbytes[which]
-            total[which] += (
-                int(sizes[residual]) if isinstance(residual, int) else residual.nbytes(opened.avals, sizes)
-            )
-    line = twins.line(*total)
-    return Line(line.fixed + fixed, line.slope + slope)
+            size = sizes[residual] if isinstance(residual, int) else residual.nbytes(opened.avals, sizes)
+            total[which] += int(size)
+    return twins.line(*total) + stacked
 
 
 def _stacked_bytes(twins: Twins, loop: Stacked) -> Line:
     """Constants of the loop are held; everything else that a turn keeps is stacked."""
-    fixed = slope = 0.0
+    total = Line(0.0, 0.0)
     constants = twins.first.operations[loop.operation].eqn.params.get("num_consts", 0)
     for body, turns in twins.bodies[loop.operation]:
         group = range(len(body.first.operations))
         kept = residuals(body, group, loop.remat, body_gradients(body.first), range(constants))
         line = residual_bytes(body, kept)
-        fixed, slope = fixed + turns * line.fixed, slope + turns * line.slope
-    return Line(fixed, slope)
+        total += Line(turns * line.fixed, turns * line.slope)
+    return total
 
 
-def _nothing(twins: Twins, group: Sequence[int], gradients: Collection[int]) -> list[Residual]:
+def _nothing(*_: Any) -> list[Residual]:
     return []
 
 
-def _products(twins: Twins, group: Sequence[int], gradients: Collection[int]) -> list[Residual]:
-    """Results of products, convolutions and attention (and its logsumexp), scores excepted."""
+def _products(
+    twins: Twins, group: Sequence[int], gradients: Collection[int], held: Collection[int]
+) -> list[Residual]:
+    """Results of products, convolutions and attention that the rest can be made from again.
+
+    Walks back from everything that derivative rules need and stops at these results (scores excepted),
+    so a result that only adds to the output is not kept.
+    """
+    ops = twins.first.operations
+    definer = {v: index for index in group for v in ops[index].writes}
     scores = attention_scores(twins, group)
-    kept: list[Residual] = []
-    for index in group:
-        op = twins.first.operations[index]
-        if not any(v in gradients for v in op.writes):
+    kept: dict[Residual, None] = {}
+    stack: list[int] = []
+    for residual in _everything(twins, group, gradients, held):
+        if isinstance(residual, int):
+            stack.append(residual)
+        else:
+            stack += (
+                *ops[residual.operation].reads,
+                residual.like if isinstance(residual, Temporary) else NO_VALUE,
+            )
+    seen: set[int] = set(held)
+    while stack:
+        value = stack.pop()
+        index = definer.get(value)
+        if index is None or value in seen:
             continue
-        if op.bodies:
-            kept.append(Stacked(index, Remat.SAVE_MATMULS))
-        elif op.is_matmul and index not in scores:
-            kept += op.writes
+        seen.add(value)
+        op = ops[index]
+        if op.is_matmul and index not in scores:
+            kept[value] = None
             if op.attention:
-                kept.append(Temporary(index, 0, op.writes[0], 4, statistic=True))
-    return kept
+                kept[_logsumexp(index, op)] = None
+            continue
+        if op.bodies and any(v in gradients for v in op.writes):
+            kept[Stacked(index, Remat.SAVE_MATMULS)] = None
+        stack += op.reads
+    return list(kept)
 
 
-def _everything(twins: Twins, group: Sequence[int], gradients: Collection[int]) -> list[Residual]:
+def _logsumexp(index: int, op: Operation) -> Temporary:
+    """What fused attention keeps besides its operands and results: float32, without the last dim."""
+    return Temporary(index, 0, op.writes[0], 4, statistic=True)
+
+
+def _everything(
+    twins: Twins, group: Sequence[int], gradients: Collection[int], held: Collection[int]
+) -> list[Residual]:
     """What every derivative rule needs; a checkpoint keeps its operands, a custom_vjp also its results."""
     kept: list[Residual] = []
     seen: set[int] = set()
@@ -221,7 +246,7 @@ def _rule(twins: Twins, index: int, op: Operation, gradients: Collection[int]) -
     name = op.name
     active = [v in gradients for v in op.reads]
     if op.attention:
-        return [*op.reads, *op.writes, Temporary(index, 0, op.writes[0], 4, statistic=True)]
+        return [*op.reads, *op.writes, _logsumexp(index, op)]
     if op.bodies:
         return [*op.reads, Stacked(index, Remat.SAVE_ALL)]
     if name in _LINEAR or not any(active):
@@ -250,8 +275,9 @@ def _divide(index: int, op: Operation, active: list[bool]) -> list[Residual]:
 
 
 def _extremum(index: int, op: Operation, active: list[bool]) -> list[Residual]:
-    """Each operand gets its gradient through a float mask of where it won."""
-    return [Temporary(index, n, op.writes[0]) for n, on in enumerate(active) if on]
+    """Each operand gets its gradient through a float mask of where it won; relu keeps a bool mask."""
+    itemsize = 1 if op.custom_jvp else None
+    return [Temporary(index, n, op.writes[0], itemsize) for n, on in enumerate(active) if on]
 
 
 def _reduced_extremum(index: int, op: Operation, active: list[bool]) -> list[Residual]:

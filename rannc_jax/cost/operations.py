@@ -37,6 +37,7 @@ class Operation:
         region: index into `Operations.regions` of the innermost checkpoint or custom_vjp around it, or -1.
         bodies: loops only: the opened bodies and how often each runs.
         attention: a whole custom_vjp that computes attention.
+        custom_jvp: it lies in the body of a custom_jvp, whose rule is not the primitives' own.
     """
 
     eqn: jex.JaxprEqn
@@ -46,6 +47,7 @@ class Operation:
     region: int = -1
     bodies: tuple[tuple["Operations", int], ...] = ()
     attention: bool = False
+    custom_jvp: bool = False
 
     @property
     def name(self) -> str:
@@ -123,7 +125,7 @@ class _Opener:
         self.out.num_inputs = len(jaxpr.invars)
         self.aliases: dict[int, int] = {}
         for index, eqn in enumerate(jaxpr.eqns):
-            self.add(eqn, index, ids, -1)
+            self.add(eqn, index, ids, -1, False)
         self.out.outputs = tuple(self.read(atom, ids) for atom in jaxpr.outvars)
         return self.out
 
@@ -131,7 +133,9 @@ class _Opener:
         value = NO_VALUE if isinstance(atom, jex.Literal) else ids.get(atom, NO_VALUE)
         return self.aliases.get(value, value)
 
-    def add(self, eqn: jex.JaxprEqn, equation: int, ids: dict[jex.Var, int], region: int) -> None:
+    def add(
+        self, eqn: jex.JaxprEqn, equation: int, ids: dict[jex.Var, int], region: int, custom: bool
+    ) -> None:
         reads = tuple(self.read(atom, ids) for atom in eqn.invars)
         writes = tuple(ids[v] for v in eqn.outvars)
         name = eqn.primitive.name
@@ -143,7 +147,8 @@ class _Opener:
                     Region(recomputes=name in flops.CHECKPOINTS, reads=reads, writes=writes)
                 )
                 region = len(self.out.regions) - 1
-            self.splice(inner[0].jaxpr, reads, writes, equation, region)
+            custom = custom or name == "custom_jvp_call"
+            self.splice(inner[0].jaxpr, reads, writes, equation, region, custom)
             return
         bodies = tuple((open_jaxpr(body.jaxpr), body.times) for body in inner)
         self.out.operations.append(
@@ -155,11 +160,18 @@ class _Opener:
                 region=region,
                 bodies=bodies,
                 attention=attention,
+                custom_jvp=custom,
             )
         )
 
     def splice(
-        self, jaxpr: jex.Jaxpr, reads: Sequence[int], writes: Sequence[int], equation: int, region: int
+        self,
+        jaxpr: jex.Jaxpr,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        equation: int,
+        region: int,
+        custom: bool,
     ) -> None:
         """Add a body's equations in place of the equation around it."""
         ids = dict(zip(jaxpr.invars, reads, strict=True))
@@ -172,7 +184,7 @@ class _Opener:
                 if var not in ids:
                     ids[var] = len(self.out.avals)
                     self.out.avals.append(var.aval)
-            self.add(eqn, equation, ids, region)
+            self.add(eqn, equation, ids, region, custom)
         for atom, value in zip(jaxpr.outvars, writes, strict=True):
             source = self.read(atom, ids)
             if source != value:
@@ -202,7 +214,7 @@ def _deep(eqn: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
 class Line:
     """The line through the measurements of two traces: `at(rows) = fixed + slope * rows`.
 
-    `base` and `slope` may be numbers or equal-shaped arrays.
+    `fixed` and `slope` may be numbers or equal-shaped arrays.
     """
 
     fixed: Any
@@ -216,9 +228,13 @@ class Line:
         slope = (second - first) / (rows[1] - rows[0])
         return cls(first - slope * rows[0], slope)
 
+    def __add__(self, other: "Line") -> "Line":
+        return Line(self.fixed + other.fixed, self.slope + other.slope)
+
     def at(self, rows: int) -> Any:
         """Value at a number of rows, never below zero."""
-        return np.maximum(self.fixed + self.slope * rows, 0)
+        value = np.maximum(self.fixed + self.slope * rows, 0)
+        return value if value.ndim else float(value)
 
 
 @dataclass(frozen=True, eq=False)

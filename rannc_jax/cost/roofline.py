@@ -18,7 +18,7 @@ from rannc_jax.contract import Remat
 from rannc_jax.cost import flops
 from rannc_jax.cost.flops import Fusion
 from rannc_jax.cost.fusion import Fused, Kernel, edge_bytes, fuse
-from rannc_jax.cost.operations import Line, Twins, body_gradients
+from rannc_jax.cost.operations import Twins, body_gradients
 from rannc_jax.errors import CostError, message
 
 CONVOLUTION_SHARE = 0.6
@@ -102,20 +102,18 @@ class Kernels:
         """Seconds of one forward."""
         return float(np.sum(self.forward_by_kernel(device, rows)))
 
-    def backward_by_kernel(self, device: DeviceSpec, rows: int) -> np.ndarray:
-        """Seconds that every forward kernel causes in one backward, nothing recomputed."""
+    def backward_by_kernel(self, device: DeviceSpec, rows: int, remat: Remat) -> np.ndarray:
+        """Seconds that every forward kernel causes in one backward, float64 [kernels]."""
         work, moved = self._flops.at(rows) * self._back_flops, self._bytes.at(rows) * self._back_bytes
-        return self._times * self._seconds(device, work, moved, self._back_times)
+        backward = self._times * self._seconds(device, work, moved, self._back_times)
+        if remat is Remat.SAVE_ALL or not backward.any():
+            return backward
+        forward = self.forward_by_kernel(device, rows)
+        return backward + (np.where(self._saved, 0.0, forward) if remat is Remat.SAVE_MATMULS else forward)
 
     def backward_s(self, device: DeviceSpec, rows: int, remat: Remat) -> float:
         """Seconds of one backward, what `remat` computes again included."""
-        backward = float(np.sum(self.backward_by_kernel(device, rows)))
-        if backward == 0 or remat is Remat.SAVE_ALL:
-            return backward
-        forward = self.forward_by_kernel(device, rows)
-        if remat is Remat.SAVE_MATMULS:
-            return backward + float(np.sum(forward[~self._saved]))
-        return backward + float(np.sum(forward))
+        return float(np.sum(self.backward_by_kernel(device, rows, remat)))
 
     def _seconds(
         self, device: DeviceSpec, work: np.ndarray, moved: np.ndarray, launches: np.ndarray | float
@@ -225,6 +223,3 @@ def backward_factors(twins: Twins, kernel: Kernel, gradients: Collection[int]) -
         return work + again, (2.0 if op.attention else active) + again, active + again
     factor = 1.0 if twins.works[0][kernel.root].fusion is Fusion.WHOLE else 2.0
     return factor + again, factor + again, 1.0 + again
-
-
-__all__ = ["Kernels", "Line", "rate"]

@@ -1,113 +1,240 @@
 """Where the batch goes: which dims carry its rows, what the loss is over them, what couples them.
 
 Two witnesses that must agree: the program traced at two numbers of rows (a dim that changes in
-proportion carries the batch), and propagation rules per primitive.
+proportion carries the batch), and propagation rules per primitive. Where they do not agree, or no rule is
+known, rows are taken to see each other: a false "coupled" costs speed, a false "separable" would be
+silently another loss.
 """
 
-import enum
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import Any
 
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from rannc_jax.ir.batch_call import Findings
+from rannc_jax.ir.batch_flow import Flow, Kind, Site
+from rannc_jax.ir.batch_info import (
+    BatchInfo,
+    Coupling,
+    CouplingKind,
+    Dependence,
+    LossKind,
+    LossRule,
+    RowLayout,
+    RowMask,
+)
+from rannc_jax.ir.batch_run import BatchRun
+from rannc_jax.ir.batch_twin import check_same_sequence
+from rannc_jax.ir.loss_rule import MEAN_OF_MEANS, LossFinding, loss_rule, weighted_rule
+from rannc_jax.ir.roles import OutputKind
 from rannc_jax.ir.trace import Program
 
-
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """Batch rows lie in `dim`, whose size is `outer * rows * inner` with the row index in the middle.
-
-    Only layouts with `outer == 1` are contiguous: a block of rows is then a block of the dim.
-    """
-
-    dim: int
-    outer: int = 1
-    inner: int = 1
-
-    @property
-    def contiguous(self) -> bool:
-        return self.outer == 1
-
-
-class Dependence(enum.Enum):
-    """How a value depends on the batch."""
-
-    FREE = "free"  # not at all
-    ROWS = "rows"  # row by row: row i of the value needs row i of the batch only (or shared statistics)
-    REDUCED = "reduced"  # a sum or (weighted) mean over rows
-    COUPLED = "coupled"  # any other way
-
-
-class LossKind(enum.Enum):
-    """How losses of parts of a batch combine into the loss of the whole."""
-
-    MEAN = "mean"  # mean over rows: weight = rows of the part
-    SUM = "sum"  # sum over rows
-    WEIGHTED = "weighted"  # weight is a value of the program (given by the user, or a found denominator)
-    MEAN_OF_MEANS = "mean_of_means"  # not exactly separable: mean over microbatches, as the field does
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossRule:
-    """`weight` is the value id of a scalar w; `divisor` that of g(w) when the loss divides by g(w), such
-    as max(w, 1), else the same id. Parts combine as sum(g(w_i) * loss_i) / g(sum(w_i))."""
-
-    kind: LossKind
-    weight: int | None = None
-    divisor: int | None = None
-
-
-class CouplingKind(enum.Enum):
-    """BATCH_STATISTICS (batch normalisation) is computed a microbatch at a time, as the field does."""
-
-    BATCH_STATISTICS = "batch statistics"
-    OTHER = "other"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coupling:
-    """An equation that lets examples see each other."""
-
-    kind: CouplingKind
-    equation: int
-    primitive: str
-    path: str  # module path (name stack), "" if none
-    source: str  # user's file and line, "" if unknown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowMask:
-    """Operand `operand` of `equation` is summed over its rows on the way to the loss: where padded rows
-    must be replaced by zeros."""
-
-    equation: int
-    operand: int
-    layout: RowLayout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchInfo:
-    """Everything about the batch that the rest of the house needs.
-
-    Args:
-        layouts: per value id, where the rows lie; None where the shape has none.
-        dependence: per value id.
-        loss: how parts combine; None for forward-only programs.
-        couplings: empty if rows never see each other.
-        row_masks: see `RowMask`; None if padded rows cannot be kept out of the loss.
-        random: layout of the output of every equation that draws random numbers row by row
-            (equation index -> layout): its bits must not depend on how rows are spread.
-        unspreadable: equations whose random draws cannot be made row by row.
-        reductions: value id -> "sum" or "mean" for values that are one of these over the rows.
-    """
-
-    layouts: tuple[RowLayout | None, ...]
-    dependence: tuple[Dependence, ...]
-    loss: LossRule | None
-    couplings: tuple[Coupling, ...]
-    row_masks: tuple[RowMask, ...] | None
-    random: dict[int, RowLayout]
-    unspreadable: tuple[int, ...] = ()
-    reductions: dict[int, str] = field(default_factory=dict)
+__all__ = [
+    "BatchInfo",
+    "Coupling",
+    "CouplingKind",
+    "Dependence",
+    "LossKind",
+    "LossRule",
+    "RowLayout",
+    "RowMask",
+    "analyse",
+    "explain_couplings",
+]
 
 
 def analyse(program: Program, twin: Program) -> BatchInfo:
-    """Analyse a program with the help of a second trace of the same function with other rows."""
-    raise NotImplementedError
+    """Analyse a program with the help of a second trace of the same function with other rows.
+
+    Raises:
+        TraceError: the two traces are not the same sequence of equations.
+    """
+    check_same_sequence(program, twin)
+    guesses: dict[int, RowLayout] = {}
+    while True:
+        findings = Findings(rows=program.rows, twin_rows=twin.rows, guesses=guesses)
+        env = BatchRun(findings).program(program, twin)
+        fresh = {k: v for k, v in findings.reread.items() if k not in guesses}
+        if not fresh:
+            return _conclude(program, findings, env)
+        guesses = {**guesses, **fresh}
+
+
+def _conclude(program: Program, findings: Findings, env: dict[Any, Flow]) -> BatchInfo:
+    def flow_of(atom: Any) -> Flow:
+        return env[atom] if not isinstance(atom, jex.Literal) else Flow()
+
+    finding, loss_ids = _loss(program, env)
+    couplings = set(findings.couplings)
+    for leaf, atom, value in zip(program.outputs, program.jaxpr.jaxpr.outvars, program.output_ids()):
+        found, unspreadable = _of_output(program, leaf.kind, flow_of(atom), value)
+        couplings |= found
+        findings.unspreadable |= unspreadable
+    live = _upstream(program, [i for i in program.output_ids() if i is not None])
+    couplings = {(kind, site) for kind, site in couplings if site.equation in live}
+    if finding is not None and finding.coupled and loss_ids:
+        couplings |= _loss_coupling(program, flow_of(program.vars[loss_ids[0]]), loss_ids[0], couplings)
+    upstream = _upstream(program, loss_ids)
+    maskable = not couplings and not (findings.unmaskable & upstream)
+    masks = [m for (eqn, _), m in sorted(findings.masks.items()) if eqn in upstream]
+    flows = [env[var] for var in program.vars]
+    return BatchInfo(
+        layouts=tuple(f.layout for f in flows),
+        dependence=tuple(_dependence(f) for f in flows),
+        loss=None if finding is None else finding.rule,
+        couplings=_ordered(couplings),
+        row_masks=tuple(masks) if maskable else None,
+        random={i: layout for i, layout in sorted(findings.random.items()) if i in live},
+        unspreadable=tuple(sorted((findings.unspreadable | _tied(program, env)) & live)),
+        reductions={i: name for i, f in enumerate(flows) if (name := _reduction(f)) is not None},
+    )
+
+
+def _loss(program: Program, env: dict[Any, Flow]) -> tuple[LossFinding | None, list[int]]:
+    """The rule, and the value ids of loss and weight."""
+    found = {
+        leaf.kind: (atom, program.value_id(atom))
+        for leaf, atom in zip(program.outputs, program.jaxpr.jaxpr.outvars, strict=True)
+        if leaf.kind in (OutputKind.LOSS, OutputKind.WEIGHT)
+    }
+    if OutputKind.LOSS not in found:
+        return None, []
+    ids = [i for _, i in found.values() if i is not None]
+    atom, _ = found[OutputKind.LOSS]
+    loss = Flow() if isinstance(atom, jex.Literal) else env[atom]
+    if OutputKind.WEIGHT not in found:
+        finding = loss_rule(loss)
+        return (finding if _computable(program, finding.rule) else MEAN_OF_MEANS), ids
+    atom, weight_id = found[OutputKind.WEIGHT]
+    weight = Flow() if isinstance(atom, jex.Literal) else env[atom]
+    return weighted_rule(loss, weight, weight_id), ids
+
+
+def _computable(program: Program, rule: LossRule) -> bool:
+    """Is the divisor a function of the weight and numbers alone?"""
+    if rule.divisor is None or rule.divisor == rule.weight:
+        return True
+    stack, seen = [rule.divisor], {rule.weight}
+    while stack:
+        value = stack.pop()
+        if value in seen or value is None:
+            continue
+        if value < len(program.inputs):
+            return False
+        seen.add(value)
+        producer = next(i for i in range(len(program.eqns)) if value in program.writes(i))
+        stack += program.reads(producer)
+    return True
+
+
+Found = set[tuple[CouplingKind, Site]]
+
+
+def _of_output(program: Program, kind: OutputKind, flow: Flow, value: int | None) -> tuple[Found, set[int]]:
+    """Couplings that only show where a value leaves the program, and equations that tie it to one place."""
+    site = None if value is None else _producer(program, value)
+    if site is None or kind in (OutputKind.LOSS, OutputKind.WEIGHT):
+        return set(), set()
+    told = flow.kind is Kind.MIXED and not flow.pending
+    whole: Found = {(CouplingKind.OTHER, s) for s in (flow.sources or {site})}
+    if kind is OutputKind.MODEL_STATE:
+        if flow.kind is Kind.FREE:
+            return set(), set() if flow.plain else {site.equation}
+        if not flow.reduced or flow.degree != 0:
+            return set() if told else whole, set()
+        statistics: Found = {(CouplingKind.BATCH_STATISTICS, s) for s in flow.sources}
+        return statistics, {s.equation for s in flow.sources} if flow.varies else set()
+    positional = flow.kind in (Kind.MIXED, Kind.INDEX) and not told
+    if positional or flow.columns or (flow.kind is Kind.ROWS and not flow.plain):
+        return whole, set()
+    mean = flow.kind is Kind.SUM and flow.scale == (-1, False, None)
+    if kind is OutputKind.OUTPUT and flow.reduced and not mean:
+        return whole, set()
+    return set(), set()
+
+
+def _producer(program: Program, value: int) -> Site | None:
+    """The equation that defines a value; None for inputs."""
+    for index, eqn in enumerate(program.eqns):
+        if any(program.value_ids[v] == value for v in eqn.outvars):
+            source = source_info_util.summarize(eqn.source_info)
+            return Site(index, eqn.primitive.name, str(eqn.source_info.name_stack), source)
+    return None
+
+
+def _loss_coupling(program: Program, loss: Flow, value: int, known: Found) -> Found:
+    """Why the loss must be computed whole."""
+    upstream = _upstream(program, [value])
+    if any(kind is CouplingKind.OTHER and site.equation in upstream for kind, site in known):
+        return set()
+    site = loss.cause or min(loss.sources, default=None) or _producer(program, value)
+    return set() if site is None else {(CouplingKind.OTHER, site)}
+
+
+def _upstream(program: Program, values: Iterable[int]) -> set[int]:
+    """Equations that some of these values depend on."""
+    wanted, equations = set(values), set()
+    for index in reversed(range(len(program.eqns))):
+        if wanted.intersection(program.writes(index)):
+            equations.add(index)
+            wanted.update(program.reads(index))
+    return equations
+
+
+def _tied(program: Program, env: dict[Any, Flow]) -> set[int]:
+    """Equations whose values hold a sum or a number of rows of one part, and lie in rows or parameters.
+
+    A stage with other replicas would take such a value for one of its own parts.
+    """
+    return {
+        index
+        for index, eqn in enumerate(program.eqns)
+        for flow in map(env.__getitem__, eqn.outvars)
+        if (flow.layout is not None and flow.reduced)
+        or (flow.kind is Kind.ROWS and not flow.plain)
+        or (flow.kind is Kind.FREE and flow.param and not flow.plain)
+    }
+
+
+def _reduction(flow: Flow) -> str | None:
+    if flow.kind is not Kind.SUM or flow.layout is not None or flow.several:
+        return None
+    names = {(0, False, None): "sum", (-1, False, None): "mean"}
+    return names.get(flow.scale)
+
+
+def _dependence(flow: Flow) -> Dependence:
+    if flow.kind is Kind.MIXED or flow.kind is Kind.INDEX or flow.columns:
+        return Dependence.COUPLED if flow.kind is Kind.MIXED else Dependence.ROWS
+    if flow.reduced:
+        return Dependence.REDUCED
+    return Dependence.ROWS if flow.kind is Kind.ROWS and flow.data else Dependence.FREE
+
+
+def _ordered(found: Found) -> tuple[Coupling, ...]:
+    def order(item: tuple[CouplingKind, Site]) -> tuple[Site, str]:
+        return item[1], item[0].value
+
+    return tuple(
+        Coupling(kind=kind, equation=s.equation, primitive=s.primitive, path=s.path, source=s.source)
+        for kind, s in sorted(found, key=order)
+    )
+
+
+def explain_couplings(info: BatchInfo) -> str:
+    """Where rows see each other, one line a place, first places first; for messages and plan notes.
+
+    Example:
+        rows of the batch see each other:
+          other: sort in loss/hard_negatives (train.py:31)
+    """
+    if not info.couplings:
+        return "rows of the batch never see each other"
+    lines = (
+        f"  {c.kind.value}: {c.primitive}"
+        + (f" in {c.path}" if c.path else "")
+        + (f" ({c.source})" if c.source else "")
+        for c in info.couplings
+    )
+    return "\n".join(["rows of the batch see each other:", *dict.fromkeys(lines)])

@@ -211,7 +211,7 @@ def _normalise(who: Subject, out: Any, old_state: Any) -> _Result:
         paths, leaves = path_leaves(out, "output")
         outputs = tuple(OutputLeaf(path=p, kind=OutputKind.OUTPUT) for p in paths)
         return _Result(leaves=leaves, outputs=outputs, tree=jax.tree.structure(out))
-    parts = _as_loss_out(out)
+    parts = as_loss_out(out)
     loss = parts.loss
     if not hasattr(loss, "shape"):
         loss = jnp.asarray(loss) if isinstance(loss, (int, float)) else loss
@@ -242,7 +242,8 @@ def _normalise(who: Subject, out: Any, old_state: Any) -> _Result:
     return _Result(leaves=leaves, outputs=tuple(outputs), tree=jax.tree.structure(whole))
 
 
-def _as_loss_out(out: Any) -> LossOut:
+def as_loss_out(out: Any) -> LossOut:
+    """Whatever a loss function may return, as a `LossOut` (see `contract`)."""
     if isinstance(out, LossOut):
         return out
     if isinstance(out, Weighted):

@@ -9,12 +9,13 @@ balance against the bytes and modules a boundary cuts through.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rannc_jax.errors import PlanError, message
+from rannc_jax.ir.paths import common_path, shared_depth
 from rannc_jax.partition.atomic import Atoms
 
 FINE = 12
@@ -91,21 +92,6 @@ def coarsen(
     return tuple(blocks)
 
 
-def common_path(paths: Iterable[str]) -> str:
-    """The deepest module path that holds all of the given ones; empty paths do not count.
-
-    Example:
-        >>> common_path(["layer/3/attn", "", "layer/3/mlp"])
-        'layer/3'
-    """
-    common: list[str] | None = None
-    for path in paths:
-        if path:
-            parts = path.split("/")
-            common = parts if common is None else common[: _shared(common, parts)]
-    return "/".join(common or ())
-
-
 def named_starts(paths: Sequence[str], cuts: Sequence[str]) -> list[int]:
     """Index of the first atom inside each named module, ascending, each once.
 
@@ -130,15 +116,6 @@ def named_starts(paths: Sequence[str], cuts: Sequence[str]) -> list[int]:
             )
         starts.add(found)
     return sorted(starts - {0})
-
-
-def _shared(one: Sequence[str], other: Sequence[str]) -> int:
-    depth = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        depth += 1
-    return depth
 
 
 class _Clusters:
@@ -209,7 +186,7 @@ class _Clusters:
             if self.segment[other] != segment or not (fits or self.taken_in[other] + weight <= room):
                 continue
             traffic = self.feeds[cluster].get(other, 0.0) + self.reads[cluster].get(other, 0.0)
-            key = (traffic == 0.0, -_shared(path, self.path[other]), total - traffic, other)
+            key = (traffic == 0.0, -shared_depth(path, self.path[other]), total - traffic, other)
             if best_key is None or key < best_key:
                 best, best_key = other, key
         return best
@@ -265,7 +242,7 @@ def _joint(one: list[str], other: list[str]) -> list[str]:
     """Common path of two clusters; no path at all joins anything."""
     if not one or not other:
         return one or other
-    return one[: _shared(one, other)]
+    return one[: shared_depth(one, other)]
 
 
 def _join(out: list[dict[int, float]], back: list[dict[int, float]], keep: int, gone: int) -> None:
@@ -298,7 +275,7 @@ def _boundary_costs(atoms: Atoms, order: list[list[int]], seconds_per_byte: floa
     for place in range(1, len(order)):
         left, right = atoms.paths[order[place - 1][-1]], atoms.paths[order[place][0]]
         if left and right:
-            depth[place] = _shared(left.split("/"), right.split("/"))
+            depth[place] = shared_depth(left.split("/"), right.split("/"))
     return np.stack([crossing, MODULE_COST * depth / deepest])
 
 

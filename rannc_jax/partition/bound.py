@@ -25,6 +25,7 @@ class BestCase:
         num_microbatches: m.
         work_s: device-seconds of one microbatch, forward and backward.
         span_s: seconds of one microbatch, forward and backward.
+        forward_s, backward_s: seconds of one microbatch, each alone.
         before_s: seconds of forwards that the block waits for at least (a longest path).
         after_s: seconds of backwards that wait for the block at least (a longest path).
         update_s: device-seconds once a step.
@@ -33,6 +34,8 @@ class BestCase:
     num_microbatches: int
     work_s: tuple[float, ...]
     span_s: tuple[float, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
     before_s: tuple[float, ...]
     after_s: tuple[float, ...]
     update_s: tuple[float, ...]
@@ -73,6 +76,8 @@ def best_case(model: StageModel, num_microbatches: int, *, trains: bool) -> Best
         num_microbatches=num_microbatches,
         work_s=tuple(work),
         span_s=tuple(span),
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
         before_s=before,
         after_s=after,
         update_s=tuple(block.state.update_bytes / fastest for block in model.blocks),

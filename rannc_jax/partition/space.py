@@ -50,6 +50,8 @@ def search_space(
     Raises:
         PlanError: a constraint names something that is not there, or nothing is left to choose from.
     """
+    if model.rows < 1:
+        raise PlanError(message(f"a batch of {model.rows} rows cannot be used.", hint="one row or more."))
     microbatches, notes = _microbatches(model.rows, constraints, splittable=splittable)
     boundaries = None
     if constraints.cuts != AUTO:
@@ -57,7 +59,6 @@ def search_space(
         boundaries = (0, *resolve_cuts(constraints.cuts, paths), model.num_blocks)
     num_stages = constraints.fixed_num_stages
     _check_size(model, constraints, num_stages)
-    microbatches = _dividing(model.rows, constraints, microbatches)
     return Space(
         schedules=_schedules(constraints, schedules),
         num_microbatches=microbatches,
@@ -81,11 +82,8 @@ def _microbatches(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Allowed numbers of microbatches, and what to tell the user."""
     wanted = constraints.num_microbatches
-    if rows < 1:
-        raise PlanError(message(f"a batch of {rows} rows cannot be trained.", hint="at least one row."))
-    divisors = tuple(m for m in range(1, rows + 1) if rows % m == 0)
+    least, most = (1, rows) if wanted == AUTO else wanted if isinstance(wanted, tuple) else (wanted, wanted)
     if not splittable:
-        least = 1 if wanted == AUTO else wanted[0] if isinstance(wanted, tuple) else wanted
         if least > 1:
             raise PlanError(
                 message(
@@ -93,26 +91,41 @@ def _microbatches(
                     hint="num_microbatches=1, or allow_coupled=True to accept another loss.",
                 )
             )
-        return (1,), ("rows are coupled, so the batch stays whole: one microbatch.",)
-    if wanted == AUTO:
-        return divisors, ()
-    if isinstance(wanted, tuple):
-        inside = tuple(m for m in divisors if wanted[0] <= m <= wanted[1])
-        if not inside:
-            raise PlanError(
-                message(
-                    f"no number of microbatches from {wanted[0]} to {wanted[1]} divides {rows} rows.",
-                    f"divisors of {rows}: {', '.join(map(str, divisors))}",
-                    hint="a range that holds one of them, or another batch size.",
-                )
+        return _divisors(rows, 1, constraints), (
+            "rows are coupled, so the batch stays whole: one microbatch.",
+        )
+    divisors = _divisors(rows, rows, constraints)
+    if isinstance(wanted, int):
+        taken = max(m for m in divisors if m <= wanted)
+        note = (
+            f"num_microbatches={wanted} does not divide {rows} rows: {taken} microbatches of {rows // taken}."
+        )
+        return (taken,), () if taken == wanted else (note,)
+    inside = tuple(m for m in divisors if least <= m <= most)
+    if not inside:
+        raise PlanError(
+            message(
+                f"no number of microbatches from {least} to {most} divides {rows} rows.",
+                f"numbers that do: {', '.join(map(str, divisors))}",
+                hint="a range that holds one of them, or another batch size.",
             )
-        return inside, ()
-    taken = max(m for m in divisors if m <= wanted)
-    if taken == wanted:
-        return (taken,), ()
-    return (taken,), (
-        f"num_microbatches={wanted} does not divide {rows} rows: {taken} microbatches of {rows // taken}.",
-    )
+        )
+    return inside, ()
+
+
+def _divisors(rows: int, most: int, constraints: Constraints) -> tuple[int, ...]:
+    """Numbers of microbatches up to `most` whose rows divide by every fixed number of replicas."""
+    replicas = constraints.replicas
+    counts = () if replicas == AUTO else replicas if isinstance(replicas, tuple) else (replicas,)
+    kept = tuple(m for m in range(1, most + 1) if rows % m == 0 and all(rows // m % r == 0 for r in counts))
+    if not kept:
+        raise PlanError(
+            message(
+                f"a batch of {rows} rows does not divide by replicas={replicas}.",
+                hint="replicas or a batch size that divide each other, or replicas='auto'.",
+            )
+        )
+    return kept
 
 
 def _check_size(model: StageModel, constraints: Constraints, num_stages: int | None) -> None:
@@ -138,21 +151,3 @@ def _check_size(model: StageModel, constraints: Constraints, num_stages: int | N
                 hint="fewer stages or replicas, or a larger cluster.",
             )
         )
-
-
-def _dividing(rows: int, constraints: Constraints, microbatches: tuple[int, ...]) -> tuple[int, ...]:
-    """Those microbatches whose rows divide by every fixed number of replicas."""
-    replicas = constraints.replicas
-    if replicas == AUTO:
-        return microbatches
-    counts = replicas if isinstance(replicas, tuple) else (replicas,)
-    kept = tuple(m for m in microbatches if all(rows // m % r == 0 for r in counts))
-    if not kept:
-        raise PlanError(
-            message(
-                f"the rows of a microbatch do not divide by replicas={replicas}.",
-                f"batch of {rows} rows, microbatches: {', '.join(map(str, microbatches))}",
-                hint="replicas or a batch size that divide each other, or num_microbatches='auto'.",
-            )
-        )
-    return kept

@@ -62,6 +62,7 @@ class Routine:
 class Prepared:
     """A lowered batch shape: everything that does not depend on the arrays."""
 
+    example: Example
     graph: Graph
     layout: Layout
     lowering: StepLowering
@@ -159,6 +160,7 @@ class Engine:
         )
         lowered = lowering.lower()
         prepared = Prepared(
+            example=example,
             graph=graph,
             layout=layout,
             lowering=lowering,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rannc_jax.errors import PlanError
 from rannc_jax.partition.atomic import Atoms, AtomValue
-from rannc_jax.partition.block import coarsen, common_path
+from rannc_jax.partition.block import coarsen
 
 
 def random_atoms(seed: int, count: int, reach: int = 12, depth: int = 1) -> Atoms:
@@ -136,8 +136,6 @@ def test_cuts_fall_between_the_layers_of_a_transformer(num_layers, max_blocks):
 def test_a_block_is_called_after_the_deepest_module_that_holds_it():
     blocks = coarsen(transformer(24), max_blocks=26)
     assert "encoder/layer/3" in [block.path for block in blocks]
-    assert common_path(["a/b", "a/c"]) == "a"
-    assert common_path([]) == ""
 
 
 def test_a_boundary_prefers_the_thin_side_of_a_wide_value():

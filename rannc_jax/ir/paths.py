@@ -1,0 +1,26 @@
+"""Module paths: name scopes joined by "/", as `jax.named_scope` leaves them on every equation."""
+
+from collections.abc import Iterable, Sequence
+
+
+def shared_depth(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many leading components two split paths share."""
+    for depth, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return depth
+    return min(len(one), len(other))
+
+
+def common_path(paths: Iterable[str]) -> str:
+    """The deepest module path that holds all of the given ones; empty paths do not count.
+
+    Example:
+        >>> common_path(["layer/3/attn", "", "layer/3/mlp"])
+        'layer/3'
+    """
+    common: list[str] | None = None
+    for path in paths:
+        if path:
+            parts = path.split("/")
+            common = parts if common is None else common[: shared_depth(common, parts)]
+    return "/".join(common or ())

@@ -1,0 +1,243 @@
+"""Prices of all runs of consecutive blocks of one order at once, as matrices.
+
+Entry [i, j] is the stage of blocks order[i:j]. The numbers are those of `StageModel`, computed from
+prefix sums; the only estimate is the transfer into a stage, because the stage before is not known yet:
+as many replicas, on the device just before. `Site` says which devices a stage may lie on with the same
+price.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rannc_jax.contract import Remat
+from rannc_jax.cost.table import StateBytes
+from rannc_jax.partition.stage import StageModel
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the price of a stage depends on besides blocks and replicas.
+
+    Args:
+        kinds: indices of the kinds of its devices.
+        spans_hosts: its replicas lie on several hosts.
+        enters_host: the device before it lies on another host.
+    """
+
+    kinds: tuple[int, ...]
+    spans_hosts: bool
+    enters_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalTable:
+    """Matrices [blocks + 1, blocks + 1]; infinite where there is no stage or it does not fit.
+
+    Args:
+        sum_s: what a stage adds to the time of one microbatch's way through the pipeline.
+        busy_s: what it spends on each further microbatch, or its transfer if that is slower.
+        fullness: peak over limit under the remat that needs least, fitting or not.
+    """
+
+    sum_s: Matrix
+    busy_s: Matrix
+    fullness: Matrix
+
+
+class IntervalCosts:
+    """Matrices for one topological order."""
+
+    def __init__(self, model: StageModel, order: Sequence[int]) -> None:
+        self.model = model
+        self.order = tuple(order)
+        size = len(order) + 1
+        self.is_stage = np.triu(np.ones((size, size), dtype=bool), 1)
+        self.state = self._state()
+        self.tied = self._borrowed()
+        self.into = {trains: self._flows(trains) for trains in (False, True)}
+        self.sites = functools.cache(self._sites)
+        self._sums = functools.cache(self._kind_sums)
+
+    def _sites(self, replicas: int) -> dict[Site, NDArray[np.int64]]:
+        """First devices of a stage of `replicas`, by site."""
+        sites: dict[Site, list[int]] = {}
+        for first in range(self.model.num_devices - replicas + 1):
+            sites.setdefault(self.site_of(first, replicas), []).append(first)
+        return {site: np.array(devices) for site, devices in sites.items()}
+
+    def site_of(self, first: int, replicas: int) -> Site:
+        """The site of a stage that begins at device `first`."""
+        kinds, hosts = self.model.kind_of, self.model.hosts
+        return Site(
+            kinds=tuple(sorted(set(kinds[first : first + replicas]))),
+            spans_hosts=hosts[first] != hosts[first + replicas - 1],
+            enters_host=first > 0 and hosts[first - 1] != hosts[first],
+        )
+
+    def table(
+        self,
+        site: Site,
+        replicas: int,
+        num_microbatches: int,
+        in_flight: int,
+        trains: bool,
+        remats: tuple[Remat, ...],
+    ) -> IntervalTable:
+        """Price all runs on one site; the fastest of `remats` that fits."""
+        model = self.model
+        rows = model.rows // num_microbatches // replicas
+        buffers = self._buffers(rows, trains)
+        fixed = self.state["total"] + buffers
+        forward = np.max([self._sums(kind, rows).forward_s for kind in site.kinds], axis=0)
+        backward = np.full_like(forward, np.inf)
+        fullness = np.full_like(forward, np.inf)
+        for remat in remats:
+            full = np.max([self._fullness(k, rows, remat, in_flight, fixed) for k in site.kinds], axis=0)
+            seconds = np.max([self._sums(kind, rows).backward_s[remat] for kind in site.kinds], axis=0)
+            fits = np.where(full <= 1.0, seconds if trains else 0.0, np.inf)
+            backward = np.minimum(backward, fits)
+            fullness = np.minimum(fullness, full)
+        into_s, back_s = self._entry_seconds(site, rows, trains)
+        tail_s = self._tail(site, replicas, rows)
+        waves = num_microbatches - 1
+        work_s = forward + backward
+        sum_s = work_s + into_s + back_s + (tail_s if waves == 0 else 0.0)
+        busy_s = np.maximum(work_s + tail_s / max(waves, 1), np.maximum(into_s, back_s))
+        return IntervalTable(
+            sum_s=np.where(self.is_stage, sum_s, np.inf),
+            busy_s=np.where(self.is_stage, busy_s, np.inf),
+            fullness=np.where(self.is_stage, fullness, np.inf),
+        )
+
+    def _fullness(self, kind: int, rows: int, remat: Remat, in_flight: int, fixed: Matrix) -> Matrix:
+        sums = self._sums(kind, rows)
+        peak = fixed + in_flight * sums.residual_bytes[remat] + sums.working_bytes[remat]
+        return peak / max(self.model.limits[kind], 1)
+
+    def _buffers(self, rows: int, trains: bool) -> Matrix:
+        flows = self.into[trains]
+        return np.floor((flows.in_row + flows.out_row) * rows + flows.in_fixed + flows.out_fixed)
+
+    def _entry_seconds(self, site: Site, rows: int, trains: bool) -> tuple[Matrix, Matrix]:
+        """Seconds that values take into a stage, and cotangents back out of it."""
+        cluster = self.model.cluster
+        link = cluster.inter_host if site.enters_host else cluster.intra_host
+        one_way, both_ways = self.into[False], self.into[trains]
+        there = one_way.in_row * rows + one_way.in_fixed
+        back = both_ways.in_row * rows + both_ways.in_fixed - there
+        into_s = np.where(there > 0, link.latency_s + there / link.bytes_per_s, 0.0)
+        back_s = np.where(back > 0, link.latency_s + back / link.bytes_per_s, 0.0)
+        return into_s, back_s
+
+    def _tail(self, site: Site, replicas: int, rows: int) -> Matrix:
+        """`StageModel.tail_seconds`, for all runs."""
+        cluster = self.model.cluster
+        once = np.max([self._sums(kind, rows).once_s for kind in site.kinds], axis=0)
+        slowest = min(self.model.kinds[kind].bytes_per_s for kind in site.kinds)
+        tie = self.model.tie_link
+        borrow = np.where(self.tied > 0, 2 * (tie.latency_s + self.tied / tie.bytes_per_s), 0.0)
+        tail = once + borrow + self.state["update"] / slowest
+        if replicas > 1:
+            link = cluster.inter_host if site.spans_hosts else cluster.intra_host
+            gradients = self.state["gradients"]
+            moved = gradients * 2 * (replicas - 1) / replicas
+            ring = 2 * (replicas - 1) * link.latency_s + moved / link.bytes_per_s
+            tail = tail + np.where(gradients > 0, ring, 0.0)
+        return tail
+
+    def _state(self) -> dict[str, Matrix]:
+        """Bytes of state, of gradients, and of the update."""
+        states = [self.model.blocks[block].state for block in self.order]
+        result = {
+            "total": _between([state.total for state in states]),
+            "gradients": _between([state.gradients for state in states]),
+            "update": _between([state.update_bytes for state in states]),
+        }
+        for tie in self.model.ties:
+            owns, reads = self._contains(tie.blocks[:1]), self._contains(tie.blocks)
+            copy = StateBytes(parameters=tie.state.parameters, gradients=tie.state.gradients)
+            for name, whole, borrowed in (
+                ("total", tie.state.total, copy.total),
+                ("gradients", tie.state.gradients, copy.gradients),
+                ("update", tie.state.update_bytes, copy.update_bytes),
+            ):
+                result[name] = result[name] + np.where(owns, whole, np.where(reads, borrowed, 0))
+        return result
+
+    def _borrowed(self) -> Matrix:
+        total = np.zeros(self.is_stage.shape)
+        for tie in self.model.ties:
+            owns, reads = self._contains(tie.blocks[:1]), self._contains(tie.blocks)
+            total += np.where(reads & ~owns, tie.state.parameters, 0)
+        return total
+
+    def _contains(self, blocks: Sequence[int]) -> NDArray[np.bool_]:
+        """Whether a run holds any of `blocks`."""
+        marks = [float(block in blocks) for block in self.order]
+        return _between(marks) > 0
+
+    def _flows(self, trains: bool) -> "_Flows":
+        """Bytes into and out of every run, by row and fixed; cotangents counted where `trains`."""
+        size = len(self.order) + 1
+        at = {block: position for position, block in enumerate(self.order)}
+        begin, end = np.arange(size)[:, None], np.arange(size)[None, :]
+        flows = _Flows(*(np.zeros((size, size)) for _ in range(4)))
+        for value in self.model.values:
+            ways = 2 if trains and value.needs_grad else 1
+            made = at[value.producer]
+            last = max(at[consumer] for consumer in value.consumers)
+            comes = (made < begin) & self._contains(value.consumers)
+            goes = (begin <= made) & (made < end) & (end <= last)
+            flows.in_row[comes] += ways * value.bytes_per_row
+            flows.in_fixed[comes] += ways * value.fixed_bytes
+            flows.out_row[goes] += ways * value.bytes_per_row
+            flows.out_fixed[goes] += ways * value.fixed_bytes
+        return flows
+
+    def _kind_sums(self, kind: int, rows: int) -> "_Sums":
+        prices = [self.model.block_price(block, rows, kind) for block in self.order]
+        return _Sums(
+            forward_s=_between([price.forward_s for price in prices]),
+            once_s=_between([price.once_s for price in prices]),
+            backward_s={r: _between([price.backward_s[r] for price in prices]) for r in Remat},
+            residual_bytes={r: _between([price.residual_bytes[r] for price in prices]) for r in Remat},
+            working_bytes={r: _largest([price.working_bytes[r] for price in prices]) for r in Remat},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    forward_s: Matrix
+    once_s: Matrix
+    backward_s: dict[Remat, Matrix]
+    residual_bytes: dict[Remat, Matrix]
+    working_bytes: dict[Remat, Matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flows:
+    in_row: Matrix
+    in_fixed: Matrix
+    out_row: Matrix
+    out_fixed: Matrix
+
+
+def _between(numbers: Sequence[float]) -> Matrix:
+    """[i, j] = sum of numbers[i:j]; 0 where j <= i."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(numbers, dtype=np.float64))])
+    return np.maximum(sums[None, :] - sums[:, None], 0.0)
+
+
+def _largest(numbers: Sequence[float]) -> Matrix:
+    """[i, j] = max of numbers[i:j]; 0 where j <= i."""
+    size = len(numbers) + 1
+    result = np.zeros((size, size))
+    for begin in range(size - 1):
+        result[begin, begin + 1 :] = np.maximum.accumulate(np.asarray(numbers[begin:], dtype=np.float64))
+    return result
