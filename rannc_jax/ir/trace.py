@@ -317,9 +317,10 @@ def _lift_constants(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any
                 "Pass it as frozen= to place it once.",
                 stacklevel=2,
             )
+    info = closed.jaxpr.debug_info
     jaxpr = closed.jaxpr.replace(
         constvars=[var for var, _ in small],
         invars=[*closed.jaxpr.invars, *(var for var, _ in large)],
-        debug_info=None,
+        debug_info=info._replace(arg_names=(*info.arg_names, *("const" for _ in large))),
     )
     return jex.ClosedJaxpr(jaxpr, [value for _, value in small]), tuple(value for _, value in large)
