@@ -88,7 +88,9 @@ def differentiate(
 
     def forward(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         wanted = [*closed.jaxpr.outvars[:num_outputs], *kept]
-        outs = jax.core.eval_jaxpr(closed.jaxpr.replace(outvars=wanted, debug_info=None), closed.consts, *inputs)
+        info = closed.jaxpr.debug_info._replace(result_paths=None)
+        jaxpr = closed.jaxpr.replace(outvars=wanted, debug_info=info)
+        outs = jax.core.eval_jaxpr(jaxpr, closed.consts, *inputs)
         return outs[:num_outputs], outs[num_outputs:]
 
     def backward(
