@@ -325,6 +325,5 @@ def _lift_constants(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any
     jaxpr = closed.jaxpr.replace(
         constvars=[var for var, _ in small],
         invars=[*closed.jaxpr.invars, *(var for var, _ in large)],
-        debug_info=None,
     )
     return jex.ClosedJaxpr(jaxpr, [value for _, value in small]), tuple(value for _, value in large)
