@@ -53,7 +53,7 @@ def play(case: Case) -> Played:
     network = model(case.model, case.dropout)
     began = time.perf_counter()
     step, state = start(case, network)
-    got = run(step, state, network)
+    got = run(step, state, network.batch)
     seconds = time.perf_counter() - began
     expected = expected_outcome(case.model, case.dropout, case.optimizer, case.num_microbatches)
     comparison = compare(got, expected, network.params, case.optimizer)
@@ -61,25 +61,34 @@ def play(case: Case) -> Played:
 
 
 def start(case: Case, network: Model) -> tuple[rannc_jax.Step, rannc_jax.TrainState]:
-    """A step with the plan of the case, and its first state."""
-    step = rannc_jax.auto_partition(
-        network.loss_fn,
-        optimizer=optimizer_of(case.optimizer),
-        mesh=CLUSTER,
-        takes=network.takes,
-        num_stages=case.num_stages,
-        replicas=case.replicas,
-        num_microbatches=case.num_microbatches,
-        schedule=case.schedule,
-        remat=case.remat,
-        cuts="auto" if case.num_microbatches > 1 else balanced_cuts(case.model, case.dropout, case.replicas),
-    )
+    """A step with the plan of the case, and its first state.
+
+    Raises:
+        AssertionError: the plan is not what the case asks for.
+    """
+    cuts = "auto" if case.num_microbatches > 1 else balanced_cuts(case.model, case.dropout, case.replicas)
+    step = begin(case, network.loss_fn, takes=network.takes, cuts=cuts)
     state = step.init(network.params, network.batch, **given(network))
     plan = step.plan
     assert tuple(stage.num_replicas for stage in plan.stages) == case.replicas
     assert {stage.remat for stage in plan.stages} == {case.remat}
     assert (plan.num_microbatches, plan.schedule) == (case.num_microbatches, case.schedule)
     return step, state
+
+
+def begin(case: Case, fn: Any, **more: Any) -> rannc_jax.Step:
+    """The front door, with everything fixed that a case fixes."""
+    return rannc_jax.auto_partition(
+        fn,
+        optimizer=optimizer_of(case.optimizer),
+        mesh=CLUSTER,
+        num_stages=case.num_stages,
+        replicas=case.replicas,
+        num_microbatches=case.num_microbatches,
+        schedule=case.schedule,
+        remat=case.remat,
+        **more,
+    )
 
 
 def given(network: Model) -> dict[str, Any]:
@@ -106,14 +115,14 @@ def balanced_cuts(name: str, dropout: bool, replicas: tuple[int, ...]) -> Any:
     return tuple(stage.blocks[0] for stage in plan.stages[1:]) or "auto"
 
 
-def run(step: rannc_jax.Step, state: rannc_jax.TrainState, network: Model) -> Outcome:
+def run(step: rannc_jax.Step, state: rannc_jax.TrainState, batch: Any) -> Outcome:
     """Gradients of the batch, then a few updates."""
-    out, grads = step.value_and_grad(state, network.batch)
-    losses = []
+    out, grads = step.value_and_grad(state, batch)
     # Host copies now: a step takes the memory of the state over.
     first = step.gather({"loss": out.loss, "grads": grads, "aux": out.aux, "first_state": out.model_state})
+    losses = []
     for _ in range(NUM_STEPS):
-        state, metrics = step(state, network.batch)
+        state, metrics = step(state, batch)
         losses.append(metrics.loss)
     last = step.gather({"losses": tuple(losses), "params": state.params, "model_state": state.model_state})
     return Outcome(**jax.tree.map(np.asarray, {**first, **last}))
