@@ -88,7 +88,7 @@ def differentiate(
 
     def forward(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         wanted = [*closed.jaxpr.outvars[:num_outputs], *kept]
-        outs = jax.core.eval_jaxpr(closed.jaxpr.replace(outvars=wanted, debug_info=None), closed.consts, *inputs)
+        outs = jax.core.eval_jaxpr(closed.jaxpr.replace(outvars=wanted), closed.consts, *inputs)
         return outs[:num_outputs], outs[num_outputs:]
 
     def backward(

@@ -1,1 +1,1 @@
-
+"""Where to cut, and how many copies: from prices of blocks to a decision."""

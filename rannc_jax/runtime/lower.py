@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rannc_jax.contract import Remat
+from rannc_jax.ir.align import Aligned
 from rannc_jax.ir.batch import LossKind, RowLayout
 from rannc_jax.ir.graph import Graph, written_state
 from rannc_jax.ir.roles import OutputKind, Role
-from rannc_jax.ir.trace import Program
 from rannc_jax.runtime.loss import combine_free, combine_rows, divisor_function, total_loss
+from rannc_jax.runtime.optimizer import grad_dtype
 from rannc_jax.runtime.ops import Key, Op, OpKind
 from rannc_jax.runtime.stage import (
     Compiled,
@@ -118,7 +119,7 @@ class StepLowering:
     Args:
         graph: of the function.
         layout: where the work goes.
-        traces: the function traced with the rows each stage's program sees (rows -> program).
+        traces: the function traced with the rows each stage's program sees (rows -> trace).
         batch_grads: batch inputs whose gradient is asked for.
         train: with backward; else forward only.
     """
@@ -127,7 +128,7 @@ class StepLowering:
         self,
         graph: Graph,
         layout: Layout,
-        traces: Mapping[int, Program],
+        traces: Mapping[int, Aligned],
         *,
         batch_grads: frozenset[int] = frozenset(),
         train: bool = True,
@@ -201,7 +202,7 @@ class StepLowering:
                 owner[v] = readers[0] if readers else 0
         return owner
 
-    def _code(self, stage: int, traces: Mapping[int, Program]) -> StagePrograms:
+    def _code(self, stage: int, traces: Mapping[int, Aligned]) -> StagePrograms:
         layout, shape = self.layout, self.shapes[stage]
         mesh = layout.meshes[stage]
         rows = layout.rows // mesh.size if layout.spread is Spread.PER_REPLICA else layout.rows
@@ -281,7 +282,7 @@ class StepLowering:
         code = self.code[s]
         sharding = NamedSharding(self.layout.meshes[s], code.accumulator_spec)
         wide = [
-            (code.accumulator_shape(v), jnp.promote_types(self.graph.program.vars[v].aval.dtype, jnp.float32))
+            (code.accumulator_shape(v), grad_dtype(self.graph.program.vars[v].aval.dtype))
             for v in self.shapes[s].accumulated
         ]
         return jax.jit(lambda: tuple(jnp.zeros(*x) for x in wide), out_shardings=sharding)
@@ -485,7 +486,7 @@ class StepLowering:
             self._total_gradients(s, parts)
 
     def _total_gradients(self, s: int, parts: Mapping[int, list[Key]]) -> None:
-        """Gradients of the parameters that live on a stage, in their own dtype."""
+        """Gradients of the parameters that live on a stage, in the dtype they were summed in."""
         out, program = self.out, self.graph.program
         mine = [v for v, leaf in enumerate(program.inputs) if leaf.role is Role.PARAM and self.owner[v] == s]
         if not mine:
@@ -499,8 +500,9 @@ class StepLowering:
             totals = []
             for count, aval in zip(counts, avals, strict=True):
                 terms = [next(taken) for _ in range(count)]
-                total = sum(terms[1:], terms[0]) if terms else jnp.zeros(aval.shape, aval.dtype)
-                totals.append(total.astype(aval.dtype))
+                wide = grad_dtype(aval.dtype)
+                total = sum(terms[1:], terms[0]) if terms else jnp.zeros(aval.shape, wide)
+                totals.append(total.astype(wide))
             return tuple(totals)
 
         whole = NamedSharding(self.layout.meshes[s], PartitionSpec())

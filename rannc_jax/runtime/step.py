@@ -25,10 +25,10 @@ from rannc_jax.plan import Plan
 from rannc_jax.progress import NoProgress, Progress
 from rannc_jax.runtime.engine import Engine, Prepared, Routine, Stages
 from rannc_jax.runtime.follow import stages_by_parameters
-from rannc_jax.runtime.optimizer import OptimizerRunner
+from rannc_jax.runtime.optimizer import OptimizerCut, apply_cut, cut_optimizer, init_state
 from rannc_jax.runtime.reference import reference_step
 from rannc_jax.runtime.state import TrainState, gather
-from rannc_jax.runtime.transfer import place
+from rannc_jax.runtime.transfer import move, place
 
 Planner = Callable[[Subject, Example], tuple[Plan, Graph | None]]
 Batch = Any
@@ -99,7 +99,7 @@ class Step:
         self._engine: Engine | None = None
         self._forward: dict[Any, Engine] = {}
         self._home: Prepared | None = None
-        self._update: OptimizerRunner | None = None
+        self._cut: OptimizerCut | None = None
 
     @property
     def plan(self) -> Plan:
@@ -174,9 +174,7 @@ class Step:
         check_identity(self._home.graph.program, plan)
         if self._optimizer is not None:
             owners = [self._home.lowering.owner[v] for v in self._ids(Role.PARAM)]
-            self._update = OptimizerRunner(
-                self._optimizer, example.params, owners, self._meshes, donate=self._options.donate
-            )
+            self._cut = cut_optimizer(self._optimizer, example.params, owners, len(self._meshes))
 
     def _make_engine(
         self,
@@ -218,7 +216,7 @@ class Step:
             placed = self._place_tree(params, Role.PARAM)
         return TrainState(
             params=placed,
-            opt_state=None if self._update is None else self._update.init(placed),
+            opt_state=None if self._cut is None else init_state(self._cut, self._meshes, placed, move),
             model_state=self._place_tree(model_state, Role.MODEL_STATE) if "model_state" in who.takes else None,
             frozen=self._place_tree(frozen, Role.FROZEN) if "frozen" in who.takes else None,
             rng=place([jax.random.fold_in(rng, 1)], [None], first)[0] if "rng" in who.takes else None,
@@ -276,8 +274,17 @@ class Step:
         env, prepared = self._run(engine, state, batch, rng)
         grads = [env["grad", v] for v in self._ids(Role.PARAM)]
         self._wait(env["loss",], grads)
-        assert self._update is not None
-        params, opt_state = self._update.update(grads, state.opt_state, state.params, env["loss",])
+        assert self._cut is not None
+        params, opt_state = apply_cut(
+            self._cut,
+            self._meshes,
+            jax.tree.structure(state.params).unflatten(grads),
+            state.opt_state,
+            state.params,
+            move,
+            loss=move([env["loss",]], [None], self._meshes[self._cut.hub])[0],
+            donate=self._options.donate,
+        )
         out = self._loss_out(prepared, env, state)
         new = state.replace(
             params=params, opt_state=opt_state, model_state=out.model_state, step=_next(state.step, rng)
@@ -305,7 +312,9 @@ class Step:
         env, prepared = self._run(engine, state, batch, rng, frozenset(chosen.values()))
         out = self._loss_out(prepared, env, state)
         structure = jax.tree.structure(state.params)
-        grads = structure.unflatten([env["grad", v] for v in self._ids(Role.PARAM)])
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(state.params)]
+        sums = [env["grad", v] for v in self._ids(Role.PARAM)]
+        grads = structure.unflatten([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)])
         if not wrt_batch:
             return out, grads
         leaves = jax.tree.leaves(batch)

@@ -1,0 +1,83 @@
+"""Whether a decision may be run: an independent look at its stages, devices and memory."""
+
+from collections import Counter
+
+from rannc_jax.cluster import ClusterSpec
+from rannc_jax.cost.table import CostTable
+from rannc_jax.errors import PlanError, message
+from rannc_jax.partition.constraints import Constraints
+from rannc_jax.partition.decision import Decision
+
+
+def check_decision(
+    decision: Decision, costs: CostTable, cluster: ClusterSpec, constraints: Constraints, *, rows: int
+) -> None:
+    """Check a decision against its program and cluster.
+
+    A stage's bytes are held against the smallest of its devices.
+
+    Raises:
+        PlanError: lists every mistake: blocks that are missing or placed twice, values that flow back,
+            devices that are shared or not there, rows that do not divide, memory above the limit.
+    """
+    mistakes = [
+        *_block_mistakes(decision, len(costs.blocks)),
+        *_flow_mistakes(decision, costs),
+        *_device_mistakes(decision, cluster),
+        *_row_mistakes(decision, rows),
+        *_memory_mistakes(decision, cluster, constraints),
+    ]
+    if mistakes:
+        raise PlanError(message("the plan does not hold together.", *mistakes))
+
+
+def _block_mistakes(decision: Decision, num_blocks: int) -> list[str]:
+    counts = Counter(block for stage in decision.stages for block in stage.blocks)
+    missing = [block for block in range(num_blocks) if block not in counts]
+    twice = sorted(block for block, count in counts.items() if count > 1)
+    unknown = sorted(block for block in counts if not 0 <= block < num_blocks)
+    found = (("in no stage", missing), ("in several stages", twice), ("not of this program", unknown))
+    mistakes = [f"blocks {what}: {blocks}" for what, blocks in found if blocks]
+    empty = [index for index, stage in enumerate(decision.stages) if not stage.blocks]
+    return mistakes + [f"stage {index} has no block" for index in empty]
+
+
+def _flow_mistakes(decision: Decision, costs: CostTable) -> list[str]:
+    stage_of = {block: index for index, stage in enumerate(decision.stages) for block in stage.blocks}
+    return [
+        f"value {value.name!r} flows from stage {stage_of[value.producer]} back to {stage_of[consumer]}"
+        for value in costs.values
+        for consumer in value.consumers
+        if stage_of.get(consumer, len(stage_of)) < stage_of.get(value.producer, -1)
+    ]
+
+
+def _device_mistakes(decision: Decision, cluster: ClusterSpec) -> list[str]:
+    counts = Counter(device for stage in decision.stages for device in stage.devices)
+    shared = sorted(device for device, count in counts.items() if count > 1)
+    unknown = sorted(device for device in counts if not 0 <= device < cluster.num_devices)
+    found = (("used twice", shared), (f"not among the {cluster.num_devices} of the cluster", unknown))
+    mistakes = [f"devices {what}: {devices}" for what, devices in found if devices]
+    idle = [index for index, stage in enumerate(decision.stages) if not stage.devices]
+    return mistakes + [f"stage {index} has no device" for index in idle]
+
+
+def _row_mistakes(decision: Decision, rows: int) -> list[str]:
+    if rows % decision.num_microbatches:
+        return [f"{rows} rows do not divide into {decision.num_microbatches} microbatches"]
+    microbatch = rows // decision.num_microbatches
+    return [
+        f"stage {index}: {microbatch} rows of a microbatch do not divide over {stage.num_replicas} replicas"
+        for index, stage in enumerate(decision.stages)
+        if stage.num_replicas and microbatch % stage.num_replicas
+    ]
+
+
+def _memory_mistakes(decision: Decision, cluster: ClusterSpec, constraints: Constraints) -> list[str]:
+    mistakes = []
+    for index, stage in enumerate(decision.stages):
+        devices = [device for device in stage.devices if 0 <= device < cluster.num_devices]
+        limit = min((constraints.limit_bytes(cluster.device(d)) for d in devices), default=None)
+        if limit is not None and stage.peak_bytes > limit:
+            mistakes.append(f"stage {index} needs {stage.peak_bytes} bytes, its devices have {limit}")
+    return mistakes

@@ -1,0 +1,167 @@
+"""What the search hands back: the decision as frozen data, ready to be put into a `Plan`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rannc_jax.contract import Sharding
+from rannc_jax.partition.candidate import Evaluation
+from rannc_jax.partition.constraints import NamedSchedule
+from rannc_jax.partition.stage import MEMORY_CLASSES, StageModel
+from rannc_jax.plan import Crossing, RunnerUp, Stage, Tie
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """How a program should run on a cluster, and how good that is.
+
+    Args:
+        stages: in pipeline order; blocks by index of the cost table.
+        num_microbatches: parts the batch is cut into.
+        schedule: one of those handed to the search.
+        step_s: predicted seconds of one step, gradient reduction and update included.
+        bubble_fraction: idle share of the timeline, mean over stages.
+        transfers: (source, target, seconds of values, of cotangents or None), as the simulator takes
+            them with the stages' `forward_s` and `backward_s`.
+        tail_s: by stage, seconds after its last action: prologue, reduction, update.
+        bound_s: no plan of this program on this cluster is faster.
+        is_optimal: the search was exhaustive: no other plan is faster under the same costs.
+        crossings: values that go from one stage to others.
+        ties: parameters that several stages read.
+        runners_up: best first.
+        notes: what a user might not expect, one sentence each.
+    """
+
+    stages: tuple[Stage, ...]
+    num_microbatches: int
+    schedule: NamedSchedule
+    step_s: float
+    bubble_fraction: float
+    transfers: tuple[tuple[int, int, float, float | None], ...]
+    tail_s: tuple[float, ...]
+    bound_s: float
+    is_optimal: bool
+    crossings: tuple[Crossing, ...]
+    ties: tuple[Tie, ...]
+    runners_up: tuple[RunnerUp, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+
+def decide(
+    model: StageModel,
+    best: Evaluation,
+    others: Sequence[Evaluation],
+    *,
+    bound_s: float,
+    is_optimal: bool,
+    notes: Sequence[str],
+    too_large: Sequence[RunnerUp] = (),
+) -> Decision:
+    """Put an evaluation into words and numbers that outlive the search."""
+    candidate = best.candidate
+    stages = tuple(
+        Stage(
+            blocks=placed.blocks,
+            devices=tuple(placed.devices),
+            remat=price.remat,
+            sharding=Sharding.REPLICATED,
+            forward_s=price.forward_s,
+            backward_s=price.backward_s,
+            memory_bytes=dict(zip(MEMORY_CLASSES, price.memory_bytes, strict=True)),
+        )
+        for placed, price in zip(candidate.placements, best.prices, strict=True)
+    )
+    stage_of = {block: index for index, stage in enumerate(stages) for block in stage.blocks}
+    idle = model.num_devices - sum(stage.num_replicas for stage in stages)
+    idle_note = [f"{idle} of {model.num_devices} devices stay idle: no faster use of them was found."]
+    return Decision(
+        stages=stages,
+        num_microbatches=candidate.num_microbatches,
+        schedule=candidate.schedule,
+        step_s=best.step_s,
+        bubble_fraction=best.bubble_fraction,
+        transfers=best.transfers,
+        tail_s=tuple(price.tail_s for price in best.prices),
+        bound_s=min(bound_s, best.step_s),
+        is_optimal=is_optimal,
+        crossings=_crossings(model, stage_of),
+        ties=_ties(model, stage_of),
+        runners_up=(*_runners_up(best, others), *too_large),
+        notes=(*notes, *(idle_note if idle else [])),
+    )
+
+
+def summary(evaluation: Evaluation) -> str:
+    """One line a person can tell plans apart by."""
+    candidate = evaluation.candidate
+    counts = [placed.num_replicas for placed in candidate.placements]
+    replicas = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
+    return (
+        f"{candidate.num_stages} stage{'s' if candidate.num_stages > 1 else ''} x {replicas}, "
+        f"{candidate.num_microbatches} microbatch{'es' if candidate.num_microbatches > 1 else ''}, "
+        f"{candidate.schedule.name}"
+    )
+
+
+def _runners_up(best: Evaluation, others: Sequence[Evaluation], most: int = 5) -> list[RunnerUp]:
+    """The best of each other number of stages and schedule."""
+    seen = {(best.candidate.num_stages, best.candidate.schedule.name)}
+    result: list[RunnerUp] = []
+    for other in sorted(others, key=lambda other: other.step_s):
+        key = (other.candidate.num_stages, other.candidate.schedule.name)
+        if key not in seen and len(result) < most:
+            seen.add(key)
+            result.append(RunnerUp(summary=summary(other), step_s=other.step_s, reason=_reason(best, other)))
+    return result
+
+
+def _reason(best: Evaluation, other: Evaluation) -> str:
+    """Where the other plan loses most of its time."""
+    parts = (
+        ("the busiest stage works", other.busiest_s, best.busiest_s),
+        (
+            "filling, draining and transfers take",
+            other.pipeline_s - other.busiest_s,
+            best.pipeline_s - best.busiest_s,
+        ),
+        (
+            "gradient reduction and update take",
+            other.step_s - other.pipeline_s,
+            best.step_s - best.pipeline_s,
+        ),
+    )
+    name, loses_s, wins_s = max(parts, key=lambda part: part[1] - part[2])
+    if other.step_s <= best.step_s:
+        return "as fast; the plan with the smaller index was taken"
+    return f"{name} {1e3 * loses_s:.3g} ms, against {1e3 * wins_s:.3g} ms"
+
+
+def _crossings(model: StageModel, stage_of: dict[int, int]) -> tuple[Crossing, ...]:
+    crossings = []
+    for value in model.values:
+        source = stage_of[value.producer]
+        targets = tuple(sorted({stage_of[consumer] for consumer in value.consumers} - {source}))
+        if targets:
+            crossings.append(
+                Crossing(
+                    name=value.name,
+                    source=source,
+                    targets=targets,
+                    bytes_per_row=value.bytes_per_row,
+                    fixed_bytes=value.fixed_bytes,
+                    needs_grad=value.needs_grad,
+                )
+            )
+    return tuple(crossings)
+
+
+def _ties(model: StageModel, stage_of: dict[int, int]) -> tuple[Tie, ...]:
+    ties = []
+    for tie in model.ties:
+        readers = tuple(sorted({stage_of[block] for block in tie.blocks}))
+        if len(readers) > 1:
+            ties.append(Tie(path=tie.path, owner=stage_of[tie.blocks[0]], readers=readers))
+    return tuple(ties)

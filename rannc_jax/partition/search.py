@@ -1,0 +1,179 @@
+"""Choose stages, replicas, microbatches, schedule and remat together.
+
+For every schedule and number of microbatches that may still win, the fast search along a few orders
+proposes plans; the best are priced on the clock, refined by small moves, and on small programs the
+exact search proves or beats the result. Everything is deterministic: ties go to the smaller index, and
+limits count plans, never seconds.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rannc_jax.cluster import ClusterSpec
+from rannc_jax.cost.table import CostTable
+from rannc_jax.errors import PlanError, message
+from rannc_jax.partition.bound import lower_bound
+from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simulator
+from rannc_jax.partition.chain import ChainSearch, Estimate
+from rannc_jax.partition.constraints import Constraints, NamedSchedule
+from rannc_jax.partition.decision import Decision, decide, summary
+from rannc_jax.partition.exact import exact_search
+from rannc_jax.partition.infeasible import explain_infeasible, gib
+from rannc_jax.partition.interval import IntervalCosts
+from rannc_jax.partition.order import orders
+from rannc_jax.partition.refine import refine
+from rannc_jax.partition.space import Space, replica_counts, search_space
+from rannc_jax.partition.stage import Placement, StageModel
+from rannc_jax.plan import RunnerUp
+
+MOST_PRICED = 48
+"""Proposals that are priced on the clock, best estimates first."""
+MOST_REFINED = 3
+MOST_TRIED = 200
+"""Plans that one refinement may price."""
+EXACT_BLOCKS = 10
+"""The exact search has no hope to finish on many more blocks, and costs seconds."""
+MOST_VISITED = 30_000
+"""Stages that the exact search may place."""
+NEAR = 1.1
+"""Estimates up to this factor above the best priced plan are still worth a look."""
+
+
+def search(
+    costs: CostTable,
+    cluster: ClusterSpec,
+    constraints: Constraints | None = None,
+    *,
+    rows: int,
+    schedules: Sequence[NamedSchedule],
+    simulate: Simulator,
+    splittable: bool = True,
+    most_visited: int = MOST_VISITED,
+) -> Decision:
+    """Find the fastest plan that fits.
+
+    Args:
+        costs: prices of blocks.
+        cluster: devices and links; what its `axes` fix is a constraint like any other.
+        constraints: what is fixed; nothing by default.
+        rows: batch rows of one step.
+        schedules: the candidates, all with or all without a backward.
+        simulate: `rannc_jax.schedule.simulate`.
+        splittable: False where rows are coupled, so that the batch must stay whole.
+        most_visited: stages that the exact search may place; 0 leaves it out. It is also left out where
+            it has no hope to finish and a plan is known.
+
+    Returns:
+        The decision, the same for the same arguments on every machine.
+
+    Raises:
+        PlanError: constraints contradict each other or the program, or no plan fits the memory.
+    """
+    constraints = (constraints or Constraints()).with_axes(cluster.axes)
+    if not costs.blocks:
+        raise PlanError(message("the program has no block that could be placed."))
+    model = StageModel(costs, cluster, constraints, rows)
+    space = search_space(model, constraints, schedules, splittable=splittable)
+    evaluator = Evaluator(model, constraints, simulate)
+    pool = _Pool(evaluator)
+    _propose(pool, space)
+    for start in pool.ranked()[:MOST_REFINED]:
+        pool.add(refine(evaluator, space, start, most_tried=MOST_TRIED))
+    hopeless = pool.best is not None and model.num_blocks > EXACT_BLOCKS and space.boundaries is None
+    exact = exact_search(evaluator, space, incumbent=pool.best, most_visited=0 if hopeless else most_visited)
+    if exact.best is None:
+        raise PlanError(
+            explain_infeasible(model, constraints, space, schedules, simulate, splittable=splittable)
+        )
+    every = range(1, rows + 1) if splittable else (1,)
+    return decide(
+        model,
+        exact.best,
+        pool.ranked(),
+        bound_s=lower_bound(
+            model, [m for m in every if rows % m == 0], trains=space.schedules[0].has_backward
+        ),
+        is_optimal=exact.is_optimal,
+        notes=space.notes,
+        too_large=_one_stage_that_does_not_fit(evaluator, space),
+    )
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Plans that were priced."""
+
+    evaluator: Evaluator
+    priced: dict[Candidate, Evaluation | None] = field(default_factory=dict)
+    best: Evaluation | None = None
+
+    @property
+    def best_s(self) -> float:
+        return math.inf if self.best is None else self.best.step_s
+
+    def price(self, candidate: Candidate) -> None:
+        """Price a candidate unless it is known."""
+        if candidate not in self.priced:
+            self.priced[candidate] = None
+            found = self.evaluator(candidate)
+            if found is not None:
+                self.add(found)
+
+    def add(self, found: Evaluation) -> None:
+        self.priced[found.candidate] = found
+        if found.step_s < self.best_s:
+            self.best = found
+
+    def ranked(self) -> list[Evaluation]:
+        """Those that fit, best first; of equals the first that was found."""
+        return sorted((e for e in self.priced.values() if e is not None), key=lambda e: e.step_s)
+
+
+def _propose(pool: _Pool, space: Space) -> None:
+    """Run the fast search for everything that may still win, and price its best proposals."""
+    model = pool.evaluator.model
+    own = tuple(range(model.num_blocks))
+    chosen = [own] if space.boundaries is not None else orders(model.num_blocks, model.values)
+    cases: list[tuple[float, ChainSearch]] = []
+    for costs in map(IntervalCosts, itertools.repeat(model), chosen):
+        for schedule, num_microbatches in itertools.product(space.schedules, space.num_microbatches):
+            chain = ChainSearch(costs, pool.evaluator.constraints, space, schedule, num_microbatches)
+            outlook_s, candidate = chain.outlook()
+            if candidate is not None and space.num_stages in (None, candidate.num_stages):
+                pool.price(candidate)
+            cases.append((outlook_s, chain))
+    proposals: list[Estimate] = []
+    for outlook_s, chain in sorted(cases, key=lambda case: case[0]):
+        if outlook_s <= pool.best_s * NEAR:
+            found = list(chain.estimates(beat_s=pool.best_s * NEAR))
+            if found:
+                pool.price(min(found, key=lambda estimate: estimate.step_s).candidate)
+            proposals += found
+    proposals.sort(key=lambda estimate: estimate.step_s)
+    for estimate in proposals[:MOST_PRICED]:
+        pool.price(estimate.candidate)
+
+
+def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[RunnerUp]:
+    """Plain data parallelism, if memory alone forbids it: the plan a user would try first."""
+    if space.num_stages not in (None, 1):
+        return []
+    model, schedule = evaluator.model, space.schedules[0]
+    blocks = tuple(range(model.num_blocks))
+    candidates = []
+    for num_microbatches in space.num_microbatches:
+        fixed = evaluator.constraints.replicas_of(0)
+        replicas = max(replica_counts(model, model.rows // num_microbatches, fixed))
+        candidates.append(Candidate(schedule, num_microbatches, (Placement(blocks, 0, replicas),)))
+    if any(evaluator(candidate) is not None for candidate in candidates):
+        return []
+    widest = max(candidate.placements[0].num_replicas for candidate in candidates)
+    smallest = min(
+        (evaluator.smallest(c) for c in candidates if c.placements[0].num_replicas == widest),
+        key=lambda evaluation: evaluation.fullness,
+    )
+    price = smallest.prices[0]
+    reason = f"needs {gib(price.peak_bytes)} per device, {gib(price.peak_bytes / price.fullness)} may be used"
+    return [RunnerUp(summary=summary(smallest), step_s=smallest.step_s, reason=reason)]

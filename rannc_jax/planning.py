@@ -1,0 +1,222 @@
+"""From a traced function to a `Plan`: the pure half of the house, called in order.
+
+    prepare -> atoms -> blocks -> price -> search -> Plan
+
+No device is touched and no array is made; the cluster is described, not present.
+"""
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from rannc_jax.cluster import ClusterSpec
+from rannc_jax.cost import node_seconds, open_graph, price
+from rannc_jax.errors import TraceError, message
+from rannc_jax.ir import prepare
+from rannc_jax.ir.batch import Coupling, CouplingKind
+from rannc_jax.ir.example import Example, Subject, path_leaves
+from rannc_jax.ir.graph import Graph
+from rannc_jax.ir.match import anchor_print, block_coordinates, identity_print, program_print
+from rannc_jax.ir.roles import Role
+from rannc_jax.ir.trace import aval_bytes
+from rannc_jax.partition.atomic import atoms
+from rannc_jax.partition.block import NodeBlock, coarsen
+from rannc_jax.partition.constraints import AUTO, Constraints
+from rannc_jax.partition.decision import Decision
+from rannc_jax.partition.search import search
+from rannc_jax.plan import Block, Plan
+from rannc_jax.progress import NoProgress, Progress
+from rannc_jax.schedule import Forward, GPipe, OneFOneB, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be planned, besides the function and its arguments.
+
+    Args:
+        cluster: the machines.
+        constraints: what is fixed.
+        optimizer: None plans a forward only.
+        allow_coupled: split the batch although its rows are coupled.
+    """
+
+    cluster: ClusterSpec
+    constraints: Constraints
+    optimizer: optax.GradientTransformation | None
+    allow_coupled: bool = False
+
+
+def plan_function(
+    who: Subject, example: Example, request: Request, progress: Progress | None = None
+) -> tuple[Plan, Graph]:
+    """Plan a function.
+
+    Args:
+        who: the function.
+        example: shapes of its arguments.
+        request: see `Request`.
+        progress: told what takes long.
+
+    Returns:
+        The plan, and the graph it was made on.
+
+    Raises:
+        TraceError: the function cannot be cut, or its rows are coupled and were to be split.
+        PlanError: nothing fits, or a constraint cannot hold.
+    """
+    progress = progress or NoProgress()
+    progress.note("tracing")
+    graph = prepare(who, example)
+    if not graph.nodes:
+        raise TraceError(message(f"{who.name} does nothing with its parameters and batch."))
+    splittable = _check_coupling(graph, example.rows, request)
+    progress.note(f"pricing {len(graph.nodes)} pieces")
+    blocks, table = _price(graph, request)
+    progress.note("searching")
+    decision = search(
+        table,
+        request.cluster,
+        request.constraints,
+        rows=example.rows,
+        schedules=(Forward(),) if request.optimizer is None else (OneFOneB(), GPipe()),
+        simulate=simulate,
+        splittable=splittable,
+    )
+    return _assemble(graph, blocks, decision, example, request), graph
+
+
+def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
+    """Whether the batch may be split into microbatches."""
+    hard = [c for c in graph.info.couplings if c.kind is CouplingKind.OTHER]
+    wanted = request.constraints.num_microbatches
+    fixed = wanted if isinstance(wanted, int) else 1
+    if hard and fixed > 1 and not request.allow_coupled:
+        raise TraceError(
+            message(
+                f"the batch cannot be split into {fixed} microbatches: its examples see each other.",
+                *_where(hard[0]),
+                "the loss of the parts would be another loss.",
+                hint="num_microbatches=1 (the default here: exact, sharded over replicas), "
+                "allow_coupled=True to take the mean over microbatches all the same, or "
+                "rannc_jax.separable(fn) around code that treats every example on its own.",
+            )
+        )
+    if graph.info.couplings and fixed > 1 and rows % fixed:
+        raise TraceError(
+            message(
+                f"a batch of {rows} rows does not divide into {fixed} microbatches, and its rows are coupled.",
+                *_where(graph.info.couplings[0]),
+                "another number of microbatches would be another loss.",
+                hint=f"num_microbatches={_divisor(rows, fixed)}, or a batch that divides.",
+            )
+        )
+    return not hard or request.allow_coupled
+
+
+def _where(coupling: Coupling) -> tuple[str, ...]:
+    path = f" in {coupling.path}" if coupling.path else ""
+    return (f"{coupling.primitive}{path}, at {coupling.source or 'an unknown line'} ({coupling.kind.value})",)
+
+
+def _divisor(rows: int, most: int) -> int:
+    return next(m for m in range(most, 0, -1) if rows % m == 0)
+
+
+def _price(graph: Graph, request: Request) -> tuple[tuple[NodeBlock, ...], Any]:
+    cluster, constraints = request.cluster, request.constraints
+    opened = open_graph(graph)
+    rows = max(1, graph.program.rows // 4)
+    seconds = node_seconds(opened, cluster.device(0), rows)
+    cuts = [c for c in constraints.cuts if isinstance(c, str)] if constraints.cuts != AUTO else []
+    blocks = coarsen(
+        atoms(graph, seconds, rows), cuts=cuts, seconds_per_byte=1 / cluster.intra_host.bytes_per_s
+    )
+    table = price(
+        graph,
+        [block.nodes for block in blocks],
+        cluster,
+        optimizer_bytes=_optimizer_bytes(graph, request.optimizer),
+        opened=opened,
+    )
+    return blocks, table
+
+
+def _optimizer_bytes(graph: Graph, optimizer: optax.GradientTransformation | None) -> Mapping[int, int]:
+    """Bytes of optimizer state a parameter: state leaves are found by the parameter's path at their end."""
+    params = {leaf.path: v for v, leaf in enumerate(graph.program.inputs) if leaf.role is Role.PARAM}
+    if optimizer is None:
+        return {}
+    tree = {path: graph.program.inputs[v].aval for path, v in params.items()}
+    paths, leaves = path_leaves(jax.eval_shape(optimizer.init, tree), "")
+    found = dict.fromkeys(params.values(), 0)
+    by_key = {repr(path): v for path, v in params.items()}
+    for path, leaf in zip(paths, leaves, strict=True):
+        owner = next((v for key, v in by_key.items() if path.endswith(f"[{key}]")), None)
+        if owner is not None:
+            found[owner] += aval_bytes(leaf)
+    return found
+
+
+def _assemble(
+    graph: Graph, blocks: Sequence[NodeBlock], decision: Decision, example: Example, request: Request
+) -> Plan:
+    coordinates = [block_coordinates(graph, block.nodes) for block in blocks]
+    info = graph.info
+    kinds = {c.kind for c in info.couplings}
+    batching = "separable"
+    if kinds:
+        batching = "coupled" if CouplingKind.OTHER in kinds else "batch statistics"
+    return Plan(
+        identity=identity_print(graph.program),
+        program=program_print(graph.program),
+        anchors=anchor_print(graph),
+        cluster=request.cluster,
+        rows=example.rows,
+        num_microbatches=decision.num_microbatches,
+        schedule=decision.schedule.name,
+        blocks=tuple(
+            Block(path=block.path, equations=equations, anchors=anchors)
+            for block, (equations, anchors) in zip(blocks, coordinates, strict=True)
+        ),
+        stages=decision.stages,
+        crossings=decision.crossings,
+        ties=decision.ties,
+        batching=batching,
+        loss="none" if info.loss is None else info.loss.kind.value,
+        step_s=decision.step_s,
+        bubble_fraction=decision.bubble_fraction,
+        bound_s=decision.bound_s,
+        runners_up=decision.runners_up,
+        notes=(*_batch_notes(graph, decision), *decision.notes),
+        versions={"rannc_jax": _version(), "jax": jax.__version__, "numpy": np.__version__},
+    )
+
+
+def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
+    notes = []
+    for coupling in graph.info.couplings[:1]:
+        where = coupling.path or coupling.source or "the function"
+        if coupling.kind is CouplingKind.BATCH_STATISTICS:
+            notes.append(
+                f"batch statistics (first in {where}) are those of a microbatch, "
+                "shared by a stage's replicas: numbers depend on num_microbatches."
+            )
+        elif decision.num_microbatches == 1:
+            notes.append(f"examples see each other ({coupling.primitive} in {where}): the batch stays whole.")
+        else:
+            notes.append(f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled.")
+    if graph.info.loss is not None and graph.info.loss.kind.value == "mean_of_means":
+        notes.append("the loss is no plain mean, sum or sum(a)/sum(w): it is the mean over microbatches.")
+    return tuple(notes)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("rannc-jax")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        return "0.1.0"

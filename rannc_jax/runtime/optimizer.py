@@ -1,0 +1,299 @@
+"""Any optax transformation, exactly, on parameters that live on different stages.
+
+`optimizer.update`, followed by `optax.apply_updates`, is traced once over the user's whole tree and cut
+by dataflow (`homes`, `cut`): every stage updates its own leaves, and the few scalars that belong to all
+(step counts, a global norm, a finiteness flag) are computed on the hub, the last stage, which is the
+first to finish a pipelined backward and has the loss. The optimizer state is the user's optax tree, one
+array a leaf, each on one stage. Nothing here knows a transformation by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core as jex
+from jax.sharding import Mesh
+
+from rannc_jax.errors import PlanError, message
+from rannc_jax.ir.batch import RowLayout
+from rannc_jax.runtime.cut import Kind, Op, Send, StageProgram, Task, Value, cut
+from rannc_jax.runtime.homes import (
+    FREE,
+    SHARED,
+    Home,
+    Rule,
+    home_of,
+    inline,
+    propagate,
+    reach,
+    split_conditionals,
+)
+
+Move = Callable[[Sequence[jax.Array], Sequence[RowLayout | None], Mesh], list[jax.Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OptimizerCut:
+    """An optimizer, cut.
+
+    Args:
+        init: from the values (PARAM, i) to (NEW_STATE, j). Donates nothing if run with `donate=False`.
+        update: from (GRAD, i), (PARAM, i), (STATE, j) and, if `needs_loss`, (LOSS, 0) on the hub to
+            (NEW_PARAM, i) and (NEW_STATE, j). Gradients are averaged and of `grad_dtype`.
+        params: the user's tree of `ShapeDtypeStruct`s.
+        state: the optax state as a tree of `ShapeDtypeStruct`s.
+        param_owner, state_owner: stage of every flat leaf of the two.
+        hub: the stage that does the shared work.
+        needs_loss: whether the transformation reads `value=`.
+    """
+
+    init: tuple[Op, ...]
+    update: tuple[Op, ...]
+    params: Any
+    state: Any
+    param_owner: tuple[int, ...]
+    state_owner: tuple[int, ...]
+    hub: int
+    needs_loss: bool
+
+
+def grad_dtype(param_dtype: Any) -> Any:
+    """The dtype of an accumulated gradient: float32, or the parameter's if that is wider."""
+    return jnp.promote_types(param_dtype, jnp.float32)
+
+
+def cut_optimizer(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    owner: Sequence[int],
+    num_stages: int,
+    *,
+    loss_dtype: Any = jnp.float32,
+) -> OptimizerCut:
+    """Cut an optimizer's `init` and `update` over the stages that own the parameters.
+
+    Args:
+        optimizer: any optax transformation. It may take `value=`, the loss, and no other extra argument.
+        params: tree of arrays or `ShapeDtypeStruct`s, as the user has it.
+        owner: stage of every flat leaf of `params`.
+        num_stages: number of stages; some may own nothing.
+        loss_dtype: dtype of the loss.
+
+    Raises:
+        PlanError: the update cannot be cut, wants more than gradients, parameters and loss, or gives a
+            state of other shapes or dtypes than it took.
+    """
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    owner = tuple(owner)
+    assert len(owner) == len(jax.tree.leaves(params)), "one stage a parameter leaf"
+    init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
+    loss = jax.ShapeDtypeStruct((), loss_dtype)
+    init, update = inline(init), inline(_trace_update(optimizer, params, state, loss))
+    homes = _state_homes(update, owner, len(jax.tree.leaves(state)), num_stages)
+    hub = num_stages - 1
+    ops = _cut_update(update, owner, homes, num_stages)
+    return OptimizerCut(
+        init=_cut_init(init, owner, homes, num_stages),
+        update=ops,
+        params=params,
+        state=state,
+        param_owner=owner,
+        state_owner=_places(homes, hub),
+        hub=hub,
+        needs_loss=any(isinstance(op, StageProgram) and Value(Kind.LOSS, 0, hub) in op.inputs for op in ops),
+    )
+
+
+def _trace_update(
+    optimizer: optax.GradientTransformation, params: Any, state: Any, loss: Any
+) -> jex.ClosedJaxpr:
+    """The program from flat gradients, parameters, state and loss to flat parameters and state."""
+    extended = optax.with_extra_args_support(optimizer)
+    grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, grad_dtype(leaf.dtype)), params)
+
+    def step(grads: Any, params: Any, state: Any, loss: Any) -> Any:
+        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+        updates, new_state = extended.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), new_state
+
+    try:
+        traced, (_, new_state) = jax.make_jaxpr(step, return_shape=True)(grads, params, state, loss)
+    except TypeError as error:
+        if "missing" not in str(error):
+            raise
+        raise PlanError(
+            message(
+                "the optimizer wants more than a pipelined step can give it.",
+                f"got: gradients, parameters and value= (the loss); {error}",
+                hint="a transformation without a line search, or optimizer=optax.identity() with "
+                "step.value_and_grad and an update of your own.",
+            )
+        ) from error
+    _check_state(state, new_state)
+    return traced
+
+
+def _check_state(before: Any, after: Any) -> None:
+    old, new = jax.tree_util.tree_flatten_with_path(before)[0], jax.tree_util.tree_flatten_with_path(after)[0]
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        changed = [f"got {jax.tree.structure(after)}", f"expected {jax.tree.structure(before)}"]
+    else:
+        changed = [
+            f"state{jax.tree_util.keystr(path)}: got {b.dtype}{list(b.shape)}, expected {a.dtype}{list(a.shape)}"
+            for (path, a), (_, b) in zip(old, new, strict=True)
+            if (a.shape, a.dtype) != (b.shape, b.dtype)
+        ]
+    if changed:
+        raise PlanError(
+            message(
+                "the optimizer's update returns another kind of state than it takes.",
+                *changed[:5],
+                hint="state dtypes set explicitly (mu_dtype, accumulator_dtype), or float32 parameters.",
+            )
+        )
+
+
+def _state_homes(
+    update: jex.ClosedJaxpr, owner: Sequence[int], num_states: int, num_stages: int
+) -> list[Home]:
+    """The home of every state leaf: of what it becomes, else of what it is used with, else SHARED."""
+    if num_stages == 1:
+        return [0] * num_states
+    jaxpr, num_params = update.jaxpr, len(owner)
+    shapes = [var.aval.shape for var in jaxpr.invars[2 * num_params : 2 * num_params + num_states]]
+    known: dict[int, Home] = {}
+
+    def becomes(probes: Mapping[Home, tuple[int, ...]], rule: Rule) -> list[Home]:
+        """Homes of the new state; leaves that are not known are probes or else free."""
+        states = [
+            known.get(j, num_stages + j if num_stages + j in probes else FREE) for j in range(num_states)
+        ]
+        ends = [reach(known[j]) if j in known else 0 for j in range(num_states)]
+        homes = propagate(jaxpr, [*owner, *owner, *states, SHARED], [*map(reach, owner), *ends], rule)
+        return [home_of(homes, atom) for atom in jaxpr.outvars[num_params:]]
+
+    before = -1
+    while before != (before := len(known)):
+        homes = becomes({}, Rule(num_stages))
+        known.update({j: home for j, home in enumerate(homes) if home >= 0 and j not in known})
+    probes = {num_stages + j: shape for j, shape in enumerate(shapes) if shape and j not in known}
+    rule = Rule(num_stages, probe_shapes=probes)
+    becomes(probes, rule)
+    known.update({home - num_stages: min(met) for home, met in rule.met.items() if len(met) == 1})
+    return [known.get(j, SHARED) for j in range(num_states)]
+
+
+def _cut_update(
+    update: jex.ClosedJaxpr, owner: Sequence[int], states: Sequence[Home], num_stages: int
+) -> tuple[Op, ...]:
+    hub = num_stages - 1
+    places = _places(states, hub)
+    homes = (*owner, *owner, *states, SHARED if num_stages > 1 else 0)
+    results = tuple(reach(home) for home in (*owner, *states))
+    task = Task(
+        name="update",
+        closed=split_conditionals(update, homes, results, num_stages),
+        homes=homes,
+        results=results,
+        inputs=(
+            *_values(Kind.GRAD, owner),
+            *_values(Kind.PARAM, owner),
+            *_values(Kind.STATE, places),
+            Value(Kind.LOSS, 0, hub),
+        ),
+        outputs=(*_values(Kind.NEW_PARAM, owner), *_values(Kind.NEW_STATE, places)),
+        num_stages=num_stages,
+        hub=hub,
+    )
+    return cut(task)
+
+
+def _cut_init(
+    init: jex.ClosedJaxpr, owner: Sequence[int], states: Sequence[Home], num_stages: int
+) -> tuple[Op, ...]:
+    hub = num_stages - 1
+    results = tuple(reach(home) for home in states)
+    task = Task(
+        name="init",
+        closed=split_conditionals(init, owner, results, num_stages),
+        homes=tuple(owner),
+        results=results,
+        inputs=_values(Kind.PARAM, owner),
+        outputs=_values(Kind.NEW_STATE, _places(states, hub)),
+        num_stages=num_stages,
+        hub=hub,
+    )
+    return cut(task)
+
+
+def _places(homes: Sequence[Home], hub: int) -> tuple[int, ...]:
+    return tuple(hub if home == SHARED else home for home in homes)
+
+
+def _values(kind: Kind, stages: Sequence[int]) -> tuple[Value, ...]:
+    return tuple(Value(kind, index, stage) for index, stage in enumerate(stages))
+
+
+def init_state(cut: OptimizerCut, meshes: Sequence[Mesh], params: Any, move: Move) -> Any:
+    """The optimizer's first state, each leaf on its stage; `params` lie on theirs and stay valid."""
+    values = dict(zip(_values(Kind.PARAM, cut.param_owner), jax.tree.leaves(params), strict=True))
+    run_ops(cut.init, meshes, values, move, donate=False)
+    return _tree(cut.state, Kind.NEW_STATE, cut.state_owner, values)
+
+
+def apply_cut(
+    cut: OptimizerCut,
+    meshes: Sequence[Mesh],
+    grads: Any,
+    state: Any,
+    params: Any,
+    move: Move,
+    *,
+    loss: jax.Array | None = None,
+    donate: bool = True,
+) -> tuple[Any, Any]:
+    """One update.
+
+    Args:
+        cut: from `cut_optimizer`.
+        meshes: the sub-mesh of every stage.
+        grads, params: trees of arrays, each leaf replicated on its owner's sub-mesh.
+        state: as `init_state` or the last call returned it.
+        move: `transfer.move`.
+        loss: on the hub's sub-mesh; needed if `cut.needs_loss`.
+        donate: reuse the memory of gradients, parameters and state.
+
+    Returns:
+        New parameters and new state.
+    """
+    kinds = [(Kind.GRAD, cut.param_owner, grads), (Kind.PARAM, cut.param_owner, params)]
+    kinds += [(Kind.STATE, cut.state_owner, state)]
+    values: dict[Value, jax.Array] = {}
+    for kind, owner, tree in kinds:
+        values.update(zip(_values(kind, owner), jax.tree.leaves(tree), strict=True))
+    if cut.needs_loss:
+        assert loss is not None, "this optimizer reads the loss"
+        values[Value(Kind.LOSS, 0, cut.hub)] = loss
+    run_ops(cut.update, meshes, values, move, donate=donate)
+    new_params = _tree(cut.params, Kind.NEW_PARAM, cut.param_owner, values)
+    return new_params, _tree(cut.state, Kind.NEW_STATE, cut.state_owner, values)
+
+
+def run_ops(
+    ops: Sequence[Op], meshes: Sequence[Mesh], values: dict[Value, jax.Array], move: Move, *, donate: bool
+) -> None:
+    """Run programs and sends in order, adding what they give to `values`."""
+    for op in ops:
+        if isinstance(op, Send):
+            arrays = [values[value] for value in op.values]
+            values.update(zip(op.arrived, move(arrays, [None] * len(arrays), meshes[op.target]), strict=True))
+        else:
+            program = op.compiled(meshes[op.stage], donate=donate)
+            values.update(zip(op.outputs, program(*(values[value] for value in op.inputs)), strict=True))
+
+
+def _tree(like: Any, kind: Kind, owner: Sequence[int], values: dict[Value, jax.Array]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(like), [values[value] for value in _values(kind, owner)])
