@@ -3,7 +3,7 @@
 from rannc_jax.ir.batch import analyse
 from rannc_jax.ir.example import Example, Subject
 from rannc_jax.ir.graph import Graph, build_graph
-from rannc_jax.ir.trace import trace
+from rannc_jax.ir.trace import trace, warn_of_large_constants
 
 __all__ = ["prepare"]
 
@@ -11,5 +11,6 @@ __all__ = ["prepare"]
 def prepare(who: Subject, example: Example) -> Graph:
     """Trace a function at two numbers of rows, analyse its batch and build its graph."""
     program = trace(who, example)
+    warn_of_large_constants(program)
     twin = trace(who, example, 2 * example.rows)
     return build_graph(program, twin, analyse(program, twin))
