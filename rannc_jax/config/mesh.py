@@ -7,7 +7,7 @@ A mesh file lists groups of equal hosts, the links between devices, and what the
     kind = "h200"            # preset, or the path of a device file; keys below override it
     hosts = 4
     count_per_host = 8
-    [links.intra_host]       # each way, per device
+    [links.intra_host]       # each way, per device; or kind = "nvlink4"
     gib_per_s = 347.0
     latency_us = 12.0
     [links.inter_host]       # only needed with several hosts
@@ -28,7 +28,7 @@ from typing import Any
 from rannc_jax.cluster import ClusterSpec, DeviceGroup, DeviceSpec, LinkSpec
 from rannc_jax.config.section import Section
 from rannc_jax.config.source import read_table
-from rannc_jax.cost.presets import PRESET_KINDS, device_preset
+from rannc_jax.cost.presets import PRESET_KINDS, PRESET_LINKS, device_preset, link_preset
 from rannc_jax.errors import ConfigError
 from rannc_jax.mistakes import Mistakes, nearest, one_of, shown
 
@@ -36,7 +36,16 @@ FILE_VERSION = 1
 GIB = 2**30
 AXES = ("stage", "data")
 PLATFORMS = ("cpu", "gpu")
-DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8")
+DTYPES = (
+    "float64",
+    "float32",
+    "tensorfloat32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+)
 # A host alone moves nothing between hosts; the link then only fills the place.
 _UNUSED_LINK = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
 
@@ -166,7 +175,8 @@ def _read_links(
     for name, needed in (("intra_host", needs_intra_host), ("inter_host", needs_inter_host)):
         section = links.table(name) if links else None
         if section is None and needed:
-            mistakes.add(f"links.{name}", "missing, expected gib_per_s (or gbit_per_s) and latency_us")
+            expected = "a table with kind, or with gib_per_s (or gbit_per_s) and latency_us"
+            mistakes.add(f"links.{name}", f"missing, expected {expected}")
         found.append(_read_link(section) if section else None)
     if links:
         links.finish()
@@ -174,15 +184,25 @@ def _read_links(
 
 
 def _read_link(section: Section) -> LinkSpec | None:
+    kind = section.text("kind", choices=PRESET_LINKS)
+    stands_alone = "kind" not in section
     gib, gbit = section.number("gib_per_s"), section.number("gbit_per_s")
-    latency_us = section.number("latency_us", required=True, zero=True)
-    if ("gib_per_s" in section) == ("gbit_per_s" in section):
+    latency_us = section.number("latency_us", required=stands_alone, zero=True)
+    given = ("gib_per_s" in section) + ("gbit_per_s" in section)
+    if given > 1 or (stands_alone and given == 0):
         section.wrong("gib_per_s", "expected exactly one of gib_per_s and gbit_per_s")
     section.finish()
-    bytes_per_s = gib * GIB if gib is not None else None if gbit is None else gbit * 1e9 / 8
-    if bytes_per_s is None or latency_us is None:
+    base = link_preset(kind) if kind else None
+    bytes_per_s, latency_s = (base.bytes_per_s, base.latency_s) if base else (None, None)
+    if gib is not None:
+        bytes_per_s = gib * GIB
+    elif gbit is not None:
+        bytes_per_s = gbit * 1e9 / 8
+    if latency_us is not None:
+        latency_s = latency_us * 1e-6
+    if bytes_per_s is None or latency_s is None:
         return None
-    return LinkSpec(bytes_per_s=bytes_per_s, latency_s=latency_us * 1e-6)
+    return LinkSpec(bytes_per_s=bytes_per_s, latency_s=latency_s)
 
 
 def _read_axes(

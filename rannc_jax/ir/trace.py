@@ -7,6 +7,8 @@ every trace of the same function, whatever the number of batch rows, so everythi
 program (graph, batch analysis, plan) speaks in value ids and equation indices.
 """
 
+import functools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,9 +104,12 @@ class Program:
 
 def aval_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype (typed PRNG keys count their raw words)."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return int(np.prod(aval.shape, dtype=np.int64)) * 8
-    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
+    return math.prod(aval.shape) * _itemsize(aval.dtype)
+
+
+@functools.cache
+def _itemsize(dtype: Any) -> int:
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
 
 
 _CONST_BYTES = 1024  # closure constants up to this size stay inside the program
@@ -230,10 +235,10 @@ def _normalise(who: Subject, out: Any, old_state: Any) -> _Result:
         _check_state(who, parts.model_state, old_state)
     kinds = {
         OutputKind.LOSS: loss,
-        OutputKind.WEIGHT: parts.weight,
         OutputKind.AUX: parts.aux,
         OutputKind.MODEL_STATE: parts.model_state,
-    }
+        OutputKind.WEIGHT: parts.weight,
+    }  # in the order of the fields of LossOut
     leaves, outputs = [], []
     for kind, tree in kinds.items():
         paths, found = path_leaves(tree, kind.value)

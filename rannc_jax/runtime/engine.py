@@ -18,17 +18,18 @@ from jax.sharding import Mesh
 from rannc_jax.contract import Remat
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
+from rannc_jax.ir.align import Aligned, align
 from rannc_jax.ir.batch import CouplingKind, Dependence, RowLayout
 from rannc_jax.ir.example import Example, Subject, abstract, make_example
 from rannc_jax.ir.graph import Graph, build_graph
 from rannc_jax.ir.roles import OutputKind, Role
-from rannc_jax.ir.trace import Program, same_structure, trace
+from rannc_jax.ir.trace import trace
 from rannc_jax.runtime.executor import Watch, execute
 from rannc_jax.runtime.feed import microbatch, microbatch_rows, part_weights, valid_rows
 from rannc_jax.runtime.lower import Layout, Lowered, StepLowering
 from rannc_jax.runtime.ops import Key, check, freed
 from rannc_jax.runtime.stage import Spread
-from rannc_jax.runtime.transfer import move, place
+from rannc_jax.runtime.transfer import move, place, sub_mesh_sharding
 from rannc_jax.schedule import linearise, schedule_named
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
@@ -221,25 +222,15 @@ class Engine:
             ) from error
         return count, rows
 
-    def _traces(self, graph: Graph, example: Example, layout: Layout) -> dict[int, Program]:
+    def _traces(self, graph: Graph, example: Example, layout: Layout) -> dict[int, Aligned]:
         """The function traced with the rows of each stage's program."""
         per_replica = layout.spread is Spread.PER_REPLICA
         sizes = {layout.rows // mesh.size if per_replica else layout.rows for mesh in layout.meshes}
-        traces: dict[int, Program] = {}
-        for rows in sorted(sizes):
-            program = graph.program if rows == graph.program.rows else trace(self.who, example, rows)
-            if not same_structure(program, graph.program):
-                raise TraceError(
-                    message(
-                        f"the function is another program with {rows} rows than with {graph.program.rows}.",
-                        f"{layout.num_microbatches} microbatches on replicas {self.routine.replicas} make "
-                        f"parts of {rows} rows",
-                        hint="fewer microbatches or replicas (parts of one row often take other paths), or "
-                        "a function that does not look at the number of rows.",
-                    )
-                )
-            traces[rows] = program
-        return traces
+        base = graph.program
+        return {
+            rows: align(base, base if rows == base.rows else trace(self.who, example, rows))
+            for rows in sorted(sizes)
+        }
 
     # --- arrays -------------------------------------------------------------------------------
 
@@ -271,8 +262,8 @@ class Engine:
 
         Args:
             prepared: for this batch.
-            leaves: input value id -> array, for parameters, frozen leaves and model state, each on the
-                sub-mesh it lives on.
+            leaves: input value id -> array, for parameters, frozen leaves and model state, each on some
+                sub-mesh; what lies elsewhere than it is read is copied.
             batch: the user's arrays.
             step_key: the key that microbatches fold their number into.
             watch: see `execute`.
@@ -283,10 +274,9 @@ class Engine:
         lowering, layout = prepared.lowering, prepared.layout
         env: dict[Key, Any] = dict(self._constants(prepared))
         for v, leaf in enumerate(prepared.graph.program.inputs):
-            if leaf.role is Role.PARAM:
-                env["param", v] = leaves[v]
-        for v in lowering.written:
-            env["state", v, 0] = leaves[v]
+            if leaf.role is Role.PARAM or v in lowering.written:
+                key = ("param", v) if leaf.role is Role.PARAM else ("state", v, 0)
+                (env[key],) = move([leaves[v]], [None], layout.meshes[lowering.owner[v]])
         for s, shape in enumerate(lowering.shapes):
             for v in shape.held:
                 env["held", v, s] = self._held(prepared, v, s, leaves)
@@ -310,7 +300,7 @@ class Engine:
         if source is None:
             constants = [u for u, leaf in enumerate(program.inputs) if leaf.role is Role.CONST]
             source = program.const_values[constants.index(v)]
-        elif prepared.lowering.owner[v] == s:
+        elif source.sharding.is_equivalent_to(sub_mesh_sharding(None, mesh), source.ndim):
             return source
         cached = self._copies.get((v, s))
         if cached is None or cached[0] is not source:

@@ -143,6 +143,13 @@ class Step:
         model_state = d.model_state if model_state is None and "model_state" in self._who.takes else model_state
         if params is None or batch is None:
             raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
+        if callable(params) and rng is None:
+            raise TraceError(
+                message(
+                    "params is a function of a key, but no key was given.",
+                    hint="init(init_fn, batch, rng=jax.random.key(0)).",
+                )
+            )
         make = params if callable(params) else None
         shapes = jax.eval_shape(make, jax.random.fold_in(rng, 0)) if make is not None else params
         example = make_example(
@@ -272,7 +279,7 @@ class Step:
         if self._optimizer is None:
             return self._outputs_of(engine, state, batch, rng)
         env, prepared = self._run(engine, state, batch, rng)
-        grads = [env["grad", v] for v in self._ids(Role.PARAM)]
+        grads = self._at_home(env)
         self._wait(env["loss",], grads)
         assert self._cut is not None
         params, opt_state = apply_cut(
@@ -313,7 +320,7 @@ class Step:
         out = self._loss_out(prepared, env, state)
         structure = jax.tree.structure(state.params)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(state.params)]
-        sums = [env["grad", v] for v in self._ids(Role.PARAM)]
+        sums = self._at_home(env)
         grads = structure.unflatten([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)])
         if not wrt_batch:
             return out, grads
@@ -418,6 +425,12 @@ class Step:
         except jax.errors.JaxRuntimeError as error:
             raise _failure(error) from error
 
+    def _at_home(self, env: dict[Any, Any]) -> list[Any]:
+        """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
+        assert self._home is not None
+        owner, meshes = self._home.lowering.owner, self._meshes
+        return [move([env["grad", v]], [None], meshes[owner[v]])[0] for v in self._ids(Role.PARAM)]
+
     def _outputs_of(self, engine: Engine, state: TrainState, batch: Batch, rng: Any) -> Any:
         env, prepared = self._run(engine, state, batch, rng)
         program = prepared.graph.program
@@ -461,7 +474,7 @@ class Step:
                 )
 
     def _batch_leaves(self, batch: Batch, names: Sequence[str]) -> dict[str, int]:
-        paths, _ = path_leaves(batch, "")
+        paths, leaves = path_leaves(abstract(batch), "")
         first = self._ids(Role.BATCH)[0] if self._ids(Role.BATCH) else 0
         chosen: dict[str, int] = {}
         for name in names:
@@ -469,6 +482,13 @@ class Step:
             if len(hits) != 1:
                 raise TraceError(
                     message(f"wrt_batch names {name!r}, which is no batch leaf.", f"there are: {', '.join(paths)}")
+                )
+            if not jnp.issubdtype(leaves[hits[0]].dtype, jnp.inexact):
+                raise TraceError(
+                    message(
+                        f"wrt_batch names {name!r}, which has no gradient.",
+                        f"got {leaves[hits[0]].dtype}, expected a floating dtype",
+                    )
                 )
             chosen[name] = first + hits[0]
         return chosen

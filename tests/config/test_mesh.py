@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rannc_jax.config import load_cluster, load_device
+from rannc_jax.cost.presets import device_preset, link_preset
 from rannc_jax.errors import ConfigError
 
 MESHES = Path(__file__).parents[2] / "examples" / "meshes"
@@ -78,11 +79,25 @@ def test_units_become_si() -> None:
 
 
 def test_keys_override_the_preset_and_the_rest_of_it_stays() -> None:
-    preset = load_cluster(changed({"devices.0.memory_gib": ...})).device(0)
+    preset = device_preset("h200")
     given = {"tflops_per_s": {"float32": 7.0}, "kind": "h200", "count_per_host": 1, "hosts": 2}
     device = load_cluster(changed({"devices.0": given, "axes": {}})).device(0)
     assert device.flops_per_s == {**preset.flops_per_s, "float32": 7e12}
     assert device.memory_bytes == preset.memory_bytes
+
+
+def test_a_link_may_be_a_preset_with_overrides() -> None:
+    cluster = load_cluster(
+        changed(
+            {
+                "links.intra_host": {"kind": "nvlink4", "latency_us": 7.0},
+                "links.inter_host": {"kind": "net100g"},
+            }
+        )
+    )
+    assert cluster.intra_host.bytes_per_s == link_preset("nvlink4").bytes_per_s
+    assert math.isclose(cluster.intra_host.latency_s, 7e-6)
+    assert cluster.inter_host == link_preset("net100g")
 
 
 def test_groups_may_differ() -> None:
@@ -164,6 +179,11 @@ def test_three_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         ("links", 3, "links: got 3, expected a table"),
         ("links.intra_host.gbit_per_s", 1.0, "expected exactly one of gib_per_s and gbit_per_s"),
         ("links.intra_host.gib_per_s", ..., "expected exactly one of gib_per_s and gbit_per_s"),
+        (
+            "links.intra_host",
+            {"kind": "nvlink"},
+            'links.intra_host.kind: got "nvlink", expected one of "nvlink2"',
+        ),
         ("links.intra_host.latency_us", -1, "links.intra_host.latency_us: got -1, expected a number of 0"),
         ("links.intrahost", {}, 'links.intrahost: unknown key; did you mean "intra_host"?'),
         ("axes.stage", "atuo", 'expected an integer of 1 or more or "auto"; did you mean "auto"?'),
