@@ -405,6 +405,16 @@ class StagePrograms:
     def _unstack(self, x: Any) -> Any:
         return x[0] if self._per_replica else x
 
+    def _whole(self, gradient: Any, value: int) -> Any:
+        """The gradient of a value; of one without rows every replica has a part."""
+        if self._per_replica and self._value_kind(value) is None:
+            return jax.lax.psum(gradient, DATA_AXIS)
+        return gradient
+
+    def _share(self, cotangent: Any, kind: RowLayout | str | None) -> Any:
+        """This replica's part of a cotangent that all of them have whole: their sums are added later."""
+        return cotangent / self.mesh.size if self._per_replica and kind is None else cotangent
+
     def _number(self) -> Any:
         return jax.lax.axis_index(DATA_AXIS) if self._per_replica else jnp.int32(0)
 
