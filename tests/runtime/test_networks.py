@@ -39,7 +39,8 @@ def test_a_value_that_every_stage_reads(settings):
         return mean_square(h, batch)
 
     step, _ = check_gradients(fn, layers(6), rows(), **settings)
-    assert any(len(crossing.targets) > 1 for crossing in step.plan.crossings)
+    if "replicas" not in settings:
+        assert any(len(crossing.targets) > 1 for crossing in step.plan.crossings)
 
 
 @pytest.mark.parametrize("settings", SHAPES)
@@ -151,7 +152,7 @@ def test_a_scan_over_stacked_layers(remat):
             return h + jnp.tanh(h @ layer["w"] + layer["b"]), jnp.mean(h)
 
         h, means = jax.lax.scan(body, jnp.tanh(batch["x"] @ params["in"]), params["layers"])
-        return mean_square(h @ params["out"], batch) + 0.1 * jnp.sum(means**2) * 0
+        return mean_square(h @ params["out"], batch) + 0.1 * jnp.sum(means)
 
     ls = layers()
     params = {
@@ -216,7 +217,9 @@ def test_while_loops_run_forward_only():
 
     params, x = layers(), rows()["x"]
     infer = rannc_jax.auto_partition(apply, num_stages=2, num_microbatches=2)
-    assert_close(infer(infer.init(params, x), x), apply(params, x))
+    with pytest.warns(UserWarning, match="no known number of turns"):
+        state = infer.init(params, x)
+    assert_close(infer(state, x), apply(params, x))
 
 
 def test_vmap_over_a_key_for_every_row():
@@ -325,8 +328,9 @@ def test_effects_inside_loops_are_seen():
 # --- odd graphs -------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_ignores_the_batch():
-    check_gradients(lambda p, b: sum(jnp.sum(layer["w"] ** 2) for layer in p), layers(), rows())
+def test_a_loss_that_ignores_the_batch_has_nothing_to_cut():
+    with pytest.raises(TraceError, match="there is nothing to cut"):
+        train(lambda p, b: sum(jnp.sum(layer["w"] ** 2) for layer in p), layers(), rows())
 
 
 def test_a_loss_that_ignores_the_parameters():
