@@ -5,6 +5,7 @@ nothing of what it is given: state comes in and new state goes out, as with any 
 state's memory is taken over unless `donate=False`).
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,15 +174,36 @@ class Step:
         self._meshes = stage_meshes(plan, self._devices)
         train = self._optimizer is not None
         self._engine = self._make_engine(
-            self._who, example, lambda g: find_stages(g, plan)[0], train=train, graph=graph
+            self._who, example, self._planned_stages(), train=train, graph=graph
         )
         self._forward.clear()
         self._progress.note("lowering")
         self._home = self._engine.prepared(example.batch)
-        check_identity(self._home.graph.program, plan)
         if self._optimizer is not None:
             owners = [self._home.lowering.owner[v] for v in self._ids(Role.PARAM)]
             self._cut = cut_optimizer(self._optimizer, example.params, owners, len(self._meshes))
+
+    def _planned_stages(self) -> Callable[[Graph], Stages]:
+        """Lays the plan's cut on a graph; the first graph must be that of the plan's own model."""
+        plan, seen = self.plan, 0
+
+        def stages_of(graph: Graph) -> Stages:
+            nonlocal seen
+            if not seen:
+                check_identity(graph.program, plan)
+            stages, same = find_stages(graph, plan)
+            if not same and not seen:
+                made = plan.versions.get("jax", "unknown")
+                warnings.warn(
+                    f"the plan was made for another program of the same model (under jax {made}, here "
+                    f"{jax.__version__}): the cuts were found again by its matrix products and parameters. "
+                    "Predicted times and memory may be off; a new plan knows better.",
+                    stacklevel=6,
+                )
+            seen += 1
+            return stages
+
+        return stages_of
 
     def _make_engine(
         self,

@@ -203,3 +203,12 @@ def test_batch_dims_say_where_the_rows_are():
 def test_an_empty_batch_is_refused():
     with pytest.raises(TraceError, match="the batch is empty"):
         program_of(lambda p, b: jnp.sum(p), shape(3), {})
+
+
+def test_a_function_tied_to_its_number_of_rows_is_refused():
+    def fn(params, batch):
+        return two_layers(params, {**batch, "x": batch["x"] + jnp.ones((8, 4))})
+
+    with pytest.raises(TraceError, match="with 8 rows but not with 16") as error:
+        prepare(*example_of(fn, PARAMS, BATCH))
+    assert "batch_dims=" in str(error.value)
