@@ -78,7 +78,7 @@ def auto_partition(
         16.0
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
-    constraints, options = _settings(settings, batch_stats)
+    constraints, options = _settings(settings, batch_stats, (*_CONSTRAINTS, *_OPTIONS))
     devices, cluster, constraints = _devices(mesh, constraints)
 
     def planner(who: Subject, example: Example) -> tuple[Plan, Graph | None]:
@@ -123,24 +123,26 @@ def make_plan(
     Args:
         fn, optimizer, mesh, takes, batch_dims, batch_stats, allow_coupled, progress: as in
             `auto_partition`.
-        params, batch, model_state, frozen, rng: arrays or `jax.ShapeDtypeStruct`s.
+        params, batch, model_state, frozen, rng: arrays or `jax.ShapeDtypeStruct`s. Without an optimizer
+            a tuple `batch` holds the positional arguments after params.
         **constraints: as in `auto_partition`.
 
     Returns:
         A `Plan` that can be printed, saved, and given to `parallelize`.
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
-    fixed, _ = _settings(constraints, batch_stats)
+    fixed, _ = _settings(constraints, batch_stats, _CONSTRAINTS)
     _, cluster, fixed = _devices(mesh, fixed)
     given = {
         "frozen": defaults.frozen if frozen is None else frozen,
         "model_state": defaults.model_state if model_state is None else model_state,
         "rng": jax.eval_shape(lambda: jax.random.key(0)) if rng is None and "rng" in who.takes else rng,
     }
+    batch = defaults.batch if batch is None else batch
     example = make_example(
         who,
         defaults.params if params is None else params,
-        defaults.batch if batch is None else batch,
+        (batch,) if who.spread and not isinstance(batch, tuple) else batch,
         batch_dims=batch_dims,
         **given,
     )
@@ -181,7 +183,7 @@ def parallelize(
                 hint="a forward-only plan has no optimizer, a training plan needs one.",
             )
         )
-    _, chosen = _settings(options, AUTO)
+    _, chosen = _settings(options, AUTO, _OPTIONS)
     devices = list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
     return Step(
         who,
@@ -213,8 +215,10 @@ _CONSTRAINTS = tuple(f.name for f in fields(Constraints))
 _NOT_BUILT = {"precision": (None, AUTO), "loss_scale": (None,), "verify": (False,), "executor": (AUTO,)}
 
 
-def _settings(settings: Mapping[str, Any], batch_stats: str) -> tuple[Constraints, Options]:
-    """Sort keyword arguments into constraints and options."""
+def _settings(
+    settings: Mapping[str, Any], batch_stats: str, known: Sequence[str]
+) -> tuple[Constraints, Options]:
+    """Sort keyword arguments into constraints and options; `known` are those that have a meaning here."""
     if batch_stats != AUTO:
         raise PlanError(
             message(
@@ -226,10 +230,16 @@ def _settings(settings: Mapping[str, Any], batch_stats: str) -> tuple[Constraint
         if settings.get(name, plain[0]) not in plain:
             raise PlanError(message(f"{name}={settings[name]!r} is not built yet.", hint=f"leave {name} out."))
     rest = {k: v for k, v in settings.items() if k not in _NOT_BUILT}
-    unknown = [k for k in rest if k not in _OPTIONS and k not in _CONSTRAINTS]
+    unknown = [k for k in rest if k not in known]
     if unknown:
-        known = ", ".join(sorted((*_CONSTRAINTS, *_OPTIONS)))
-        raise PlanError(message(f"unknown settings: {', '.join(unknown)}.", f"known: {known}"))
+        misplaced = [k for k in unknown if k in _CONSTRAINTS or k in _OPTIONS]
+        raise PlanError(
+            message(
+                f"unknown settings: {', '.join(unknown)}.",
+                f"known here: {', '.join(sorted(known))}",
+                hint="constraints belong to make_plan, options of running to parallelize." if misplaced else None,
+            )
+        )
     return (
         Constraints(**{k: v for k, v in rest.items() if k in _CONSTRAINTS}),
         Options(**{k: v for k, v in rest.items() if k in _OPTIONS}),

@@ -145,8 +145,8 @@ def _batch_dims(batch: Any, batch_dims: Any) -> tuple[tuple[int | None, ...], in
         raise TraceError(message("the batch is empty.", hint="a pytree with at least one array."))
     wanted = _given_dims(batch, batch_dims, len(leaves))
     found: list[int | None] = []
-    for leaf, dim in zip(leaves, wanted, strict=True):
-        found.append((0 if leaf.ndim else None) if dim == AUTO else dim)
+    for path, leaf, dim in zip(paths, leaves, wanted, strict=True):
+        found.append((0 if leaf.ndim else None) if dim == AUTO else _dim_of(path, leaf, dim))
     sizes = [
         None if dim is None else leaf.shape[dim] for leaf, dim in zip(leaves, found, strict=True)
     ]
@@ -168,6 +168,19 @@ def _batch_dims(batch: Any, batch_dims: Any) -> tuple[tuple[int | None, ...], in
             )
         )
     return tuple(found), rows
+
+
+def _dim_of(path: str, leaf: Any, dim: int | None) -> int | None:
+    """A dim the user gave, counted from the front."""
+    if dim is None or -leaf.ndim <= dim < leaf.ndim:
+        return None if dim is None else dim % leaf.ndim
+    raise TraceError(
+        message(
+            "batch_dims names a dim that is not there.",
+            f"{path}: shape {tuple(leaf.shape)}, dim {dim}",
+            hint=f"a dim below {leaf.ndim}, or None for a leaf without rows.",
+        )
+    )
 
 
 def _given_dims(batch: Any, batch_dims: Any, count: int) -> list[Any]:

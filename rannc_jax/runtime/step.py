@@ -5,6 +5,7 @@ nothing of what it is given: state comes in and new state goes out, as with any 
 state's memory is taken over unless `donate=False`).
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,6 +144,13 @@ class Step:
         model_state = d.model_state if model_state is None and "model_state" in self._who.takes else model_state
         if params is None or batch is None:
             raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
+        if callable(params) and rng is None:
+            raise TraceError(
+                message(
+                    "params is a function of a key, but no key was given.",
+                    hint="init(init_fn, batch, rng=jax.random.key(0)).",
+                )
+            )
         make = params if callable(params) else None
         shapes = jax.eval_shape(make, jax.random.fold_in(rng, 0)) if make is not None else params
         example = make_example(
@@ -166,15 +174,36 @@ class Step:
         self._meshes = stage_meshes(plan, self._devices)
         train = self._optimizer is not None
         self._engine = self._make_engine(
-            self._who, example, lambda g: find_stages(g, plan)[0], train=train, graph=graph
+            self._who, example, self._planned_stages(), train=train, graph=graph
         )
         self._forward.clear()
         self._progress.note("lowering")
         self._home = self._engine.prepared(example.batch)
-        check_identity(self._home.graph.program, plan)
         if self._optimizer is not None:
             owners = [self._home.lowering.owner[v] for v in self._ids(Role.PARAM)]
             self._cut = cut_optimizer(self._optimizer, example.params, owners, len(self._meshes))
+
+    def _planned_stages(self) -> Callable[[Graph], Stages]:
+        """Lays the plan's cut on a graph; the first graph must be that of the plan's own model."""
+        plan, seen = self.plan, 0
+
+        def stages_of(graph: Graph) -> Stages:
+            nonlocal seen
+            if not seen:
+                check_identity(graph.program, plan)
+            stages, same = find_stages(graph, plan)
+            if not same and not seen:
+                made = plan.versions.get("jax", "unknown")
+                warnings.warn(
+                    f"the plan was made for another program of the same model (under jax {made}, here "
+                    f"{jax.__version__}): the cuts were found again by its matrix products and parameters. "
+                    "Predicted times and memory may be off; a new plan knows better.",
+                    stacklevel=6,
+                )
+            seen += 1
+            return stages
+
+        return stages_of
 
     def _make_engine(
         self,
@@ -272,7 +301,7 @@ class Step:
         if self._optimizer is None:
             return self._outputs_of(engine, state, batch, rng)
         env, prepared = self._run(engine, state, batch, rng)
-        grads = [env["grad", v] for v in self._ids(Role.PARAM)]
+        grads = self._at_home(env)
         self._wait(env["loss",], grads)
         assert self._cut is not None
         params, opt_state = apply_cut(
@@ -313,7 +342,7 @@ class Step:
         out = self._loss_out(prepared, env, state)
         structure = jax.tree.structure(state.params)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(state.params)]
-        sums = [env["grad", v] for v in self._ids(Role.PARAM)]
+        sums = self._at_home(env)
         grads = structure.unflatten([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)])
         if not wrt_batch:
             return out, grads
@@ -418,6 +447,12 @@ class Step:
         except jax.errors.JaxRuntimeError as error:
             raise _failure(error) from error
 
+    def _at_home(self, env: dict[Any, Any]) -> list[Any]:
+        """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
+        assert self._home is not None
+        owner, meshes = self._home.lowering.owner, self._meshes
+        return [move([env["grad", v]], [None], meshes[owner[v]])[0] for v in self._ids(Role.PARAM)]
+
     def _outputs_of(self, engine: Engine, state: TrainState, batch: Batch, rng: Any) -> Any:
         env, prepared = self._run(engine, state, batch, rng)
         program = prepared.graph.program
@@ -461,7 +496,7 @@ class Step:
                 )
 
     def _batch_leaves(self, batch: Batch, names: Sequence[str]) -> dict[str, int]:
-        paths, _ = path_leaves(batch, "")
+        paths, leaves = path_leaves(abstract(batch), "")
         first = self._ids(Role.BATCH)[0] if self._ids(Role.BATCH) else 0
         chosen: dict[str, int] = {}
         for name in names:
@@ -469,6 +504,13 @@ class Step:
             if len(hits) != 1:
                 raise TraceError(
                     message(f"wrt_batch names {name!r}, which is no batch leaf.", f"there are: {', '.join(paths)}")
+                )
+            if not jnp.issubdtype(leaves[hits[0]].dtype, jnp.inexact):
+                raise TraceError(
+                    message(
+                        f"wrt_batch names {name!r}, which has no gradient.",
+                        f"got {leaves[hits[0]].dtype}, expected a floating dtype",
+                    )
                 )
             chosen[name] = first + hits[0]
         return chosen
