@@ -114,14 +114,18 @@ class ChainSearch:
         most_stages = len(layers) - 1
         tight = self._solve(np.maximum, lambda table: table.busy_s, most_stages=most_stages)
         cap = min(self._value(tight, k) for k in self._ends(tight)) * (1 + 1e-9)
-        found = beat_s
+        found, worse = math.inf, 0
         for _ in range(MOST_CAPS):
-            for estimate in self._estimates(layers, most_sum_s):
-                found = min(found, estimate.step_s)
-                yield estimate
-            if least_sum_s + self.waves * cap / CAP_STEP > found:
+            rung = list(self._estimates(layers, most_sum_s))
+            yield from rung
+            best = min((estimate.step_s for estimate in rung), default=math.inf)
+            worse = worse + 1 if found <= best < math.inf else 0
+            found = min(found, best)
+            if worse == 2 or least_sum_s + self.waves * cap / CAP_STEP > min(found, beat_s):
                 return
-            layers = self._solve(np.add, functools.partial(_capped, cap=cap), most_stages=most_stages)
+            most_sum_s = beat_s - self.waves * cap / CAP_STEP
+            pick = functools.partial(_capped, cap=cap)
+            layers = self._solve(np.add, pick, most_sum_s=most_sum_s, most_stages=most_stages)
             cap *= CAP_STEP
 
     def smallest(self) -> list[Candidate]:
@@ -201,10 +205,9 @@ class ChainSearch:
         if self.model.is_uniform:
             return
         value, replicas = layer.value[:, blocks], layer.replicas[:, blocks]
-        for device in range(self.model.num_devices - 1, -1, -1):
-            idle = value[device + 1] < value[device]
-            value[device, idle] = value[device + 1, idle]
-            replicas[device, idle] = SKIP_DEVICE
+        later = np.minimum.accumulate(value[::-1], axis=0)[::-1]
+        replicas[later < value] = SKIP_DEVICE
+        np.copyto(value, later)
 
     def _stage(self, after: int) -> int:
         """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
