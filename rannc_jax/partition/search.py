@@ -146,7 +146,7 @@ def _propose(pool: _Pool, space: Space) -> None:
             cases.append((outlook_s, chain))
     proposals: list[Estimate] = []
     for outlook_s, chain in sorted(cases, key=lambda case: case[0]):
-        if outlook_s <= pool.best_s * NEAR:
+        if math.isfinite(outlook_s) and outlook_s <= pool.best_s * NEAR:
             found = list(chain.estimates(beat_s=pool.best_s * NEAR))
             if found:
                 pool.price(min(found, key=lambda estimate: estimate.step_s).candidate)
