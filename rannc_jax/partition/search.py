@@ -123,12 +123,12 @@ class _Pool:
 
     def add(self, found: Evaluation) -> None:
         self.priced[found.candidate] = found
-        if found.step_s < self.best_s:
+        if self.best is None or found.rank < self.best.rank:
             self.best = found
 
     def ranked(self) -> list[Evaluation]:
         """Those that fit, best first; of equals the first that was found."""
-        return sorted((e for e in self.priced.values() if e is not None), key=lambda e: e.step_s)
+        return sorted((e for e in self.priced.values() if e is not None), key=lambda e: e.rank)
 
 
 def _propose(pool: _Pool, space: Space) -> None:
