@@ -85,7 +85,7 @@ def decide(
         bubble_fraction=best.bubble_fraction,
         transfers=best.transfers,
         tail_s=tuple(price.tail_s for price in best.prices),
-        bound_s=min(bound_s, best.step_s),
+        bound_s=bound_s,
         is_optimal=is_optimal,
         crossings=_crossings(model, stage_of),
         ties=_ties(model, stage_of),
