@@ -34,6 +34,16 @@ def test_long_paths_are_cut_in_the_middle() -> None:
     assert any("encoder/xx" in line and "/layers.0 .." in line for line in lines)
 
 
+def test_blocks_without_a_path_are_named_by_their_neighbours_or_numbers() -> None:
+    plan = small_plan()
+    first, *rest = (dataclasses.replace(block, path="") for block in plan.blocks)
+    some = dataclasses.replace(plan, blocks=(first, *plan.blocks[1:]))
+    assert "layers.0 .. layers.1 (3)" in str(some)
+    none = dataclasses.replace(plan, blocks=(first, *rest))
+    assert "block 0 .. block 2 (3)" in str(none)
+    assert "block 3 (1)" in str(none)
+
+
 def test_columns_of_numbers_are_set_right() -> None:
     assert grid(["name", "s"], [["a", "1"], ["bcdef", "10"]]) == ["name    s", "a       1", "bcdef  10"]
 
