@@ -7,7 +7,7 @@ No device is touched and no array is made; the cluster is described, not present
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,8 +15,7 @@ import numpy as np
 import optax
 
 from rannc_jax.cluster import ClusterSpec
-
-from rannc_jax.cost.price import node_seconds, open_graph, price
+from rannc_jax.cost import node_seconds, open_graph, price
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.batch import Coupling, CouplingKind
@@ -24,7 +23,7 @@ from rannc_jax.ir.example import Example, Subject, path_leaves
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import anchor_print, block_coordinates, identity_print, program_print
 from rannc_jax.ir.roles import Role
-from rannc_jax.ir.trace import aval_bytes, same_structure, trace
+from rannc_jax.ir.trace import aval_bytes
 from rannc_jax.partition.atomic import atoms
 from rannc_jax.partition.block import NodeBlock, coarsen
 from rannc_jax.partition.constraints import AUTO, Constraints
@@ -75,41 +74,27 @@ def plan_function(
     graph = prepare(who, example)
     if not graph.nodes:
         raise TraceError(message(f"{who.name} does nothing with its parameters and batch."))
-    splittable = _check_coupling(graph, request)
+    splittable = _check_coupling(graph, example.rows, request)
     progress.note(f"pricing {len(graph.nodes)} pieces")
     blocks, table = _price(graph, request)
-    constraints = request.constraints
-    while True:
-        progress.note("searching")
-        decision = search(
-            table,
-            request.cluster,
-            constraints,
-            rows=example.rows,
-            schedules=(Forward(),) if request.optimizer is None else (OneFOneB(), GPipe()),
-            simulate=simulate,
-            splittable=splittable,
-        )
-        odd = _odd_rows(who, example, graph, decision)
-        if odd is None:
-            break
-        if decision.num_microbatches == 1 or isinstance(constraints.num_microbatches, int):
-            raise TraceError(
-                message(
-                    f"the function is another program with {odd} rows than with {graph.program.rows}.",
-                    hint="fewer microbatches or replicas, so that parts have more rows.",
-                )
-            )
-        constraints = replace(constraints, num_microbatches=(1, decision.num_microbatches - 1))
+    progress.note("searching")
+    decision = search(
+        table,
+        request.cluster,
+        request.constraints,
+        rows=example.rows,
+        schedules=(Forward(),) if request.optimizer is None else (OneFOneB(), GPipe()),
+        simulate=simulate,
+        splittable=splittable,
+    )
     return _assemble(graph, blocks, decision, example, request), graph
 
 
-def _check_coupling(graph: Graph, request: Request) -> bool:
+def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
     """Whether the batch may be split into microbatches."""
     hard = [c for c in graph.info.couplings if c.kind is CouplingKind.OTHER]
     wanted = request.constraints.num_microbatches
     fixed = wanted if isinstance(wanted, int) else 1
-    rows = graph.program.rows
     if hard and fixed > 1 and not request.allow_coupled:
         raise TraceError(
             message(
@@ -175,16 +160,6 @@ def _optimizer_bytes(graph: Graph, optimizer: optax.GradientTransformation | Non
         if owner is not None:
             found[owner] += aval_bytes(leaf)
     return found
-
-
-def _odd_rows(who: Subject, example: Example, graph: Graph, decision: Decision) -> int | None:
-    """Rows of a part at which the function turns into another program; None if there are none."""
-    whole = example.rows // decision.num_microbatches
-    sizes = {whole} | {whole // stage.num_replicas for stage in decision.stages}
-    for rows in sorted(sizes - {graph.program.rows}):
-        if not same_structure(trace(who, example, rows), graph.program):
-            return rows
-    return None
 
 
 def _assemble(

@@ -9,7 +9,9 @@ The rules depend on the wiring and on the sizes of the first trace only, so both
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rannc_jax.cost import flops
+import numpy as np
+
+from rannc_jax.cost import primitives
 from rannc_jax.cost.flops import Fusion, Work
 from rannc_jax.cost.operations import NO_VALUE, Operation, Twins
 
@@ -57,7 +59,7 @@ def fuse(twins: Twins, group: Sequence[int], escaping: Collection[int]) -> Fused
 
 
 def edge_bytes(
-    fused: Fused, kernel: Kernel, ops: Sequence[Operation], works: Sequence[Work], nbytes: Sequence[int]
+    fused: Fused, kernel: Kernel, ops: Sequence[Operation], works: Sequence[Work], nbytes: np.ndarray
 ) -> tuple[int, int]:
     """Bytes that a kernel reads and writes in one of the two traces."""
     made = {v for index in kernel.members for v in ops[index].writes}
@@ -125,7 +127,7 @@ class _Fuser:
 
     def _repeats(self, op: Operation, work: Work, copies: int) -> bool:
         """Whether doing the work in every reader moves fewer bytes than storing the result once."""
-        if copies > MAX_COPIES or op.name in flops.RANDOM:
+        if copies > MAX_COPIES or op.name in primitives.RANDOM:
             return False
         read, written = sum(work.reads), sum(work.writes)
         return copies * read <= read + (1 + copies) * written

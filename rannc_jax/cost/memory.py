@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rannc_jax.contract import Remat
-from rannc_jax.cost import flops
+from rannc_jax.cost import primitives
 from rannc_jax.cost.flops import Fusion
 from rannc_jax.cost.fusion import Fused
 from rannc_jax.cost.operations import NO_VALUE, Line, Operation, Twins, body_gradients
@@ -54,19 +54,19 @@ class Stacked:
 Residual = int | Temporary | Stacked
 
 _LINEAR = (
-    flops.VIEWS
-    | flops.MOVES
-    | flops.RANDOM
-    | flops.names("add sub neg add_any real imag conj complex reduce_sum cumsum slice reduce_window_sum")
+    primitives.VIEWS
+    | primitives.MOVES
+    | primitives.RANDOM
+    | primitives.names("add sub neg add_any real imag conj complex reduce_sum cumsum slice reduce_window_sum")
 )
-_PRODUCTS = flops.MATMULS | flops.CONVOLUTIONS | {"mul"}
-_KEEPS_RESULT = flops.names("exp exp2 sqrt cbrt rsqrt logistic")
-_KEEPS_ONE = flops.names(
-    "sin cos tan log log1p expm1 asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv integer_pow square "
-    "abs lgamma digamma"
+_PRODUCTS = primitives.MATMULS | primitives.CONVOLUTIONS | {"mul"}
+_KEEPS_RESULT = primitives.names("exp exp2 sqrt cbrt rsqrt logistic")
+_KEEPS_ONE = primitives.names(
+    "sin cos tan log log1p expm1 asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv integer_pow "
+    "square abs lgamma digamma"
 )
-_KEEPS_TWO = flops.names("tanh pow atan2")
-_INDEXED = frozenset({"gather", "dynamic_slice", "dynamic_update_slice"}) | flops.SCATTERS
+_KEEPS_TWO = primitives.names("tanh pow atan2")
+_INDEXED = frozenset({"gather", "dynamic_slice", "dynamic_update_slice"}) | primitives.SCATTERS
 
 
 def residuals(

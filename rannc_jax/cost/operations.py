@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from rannc_jax.cost import flops
+from rannc_jax.cost import flops, primitives
 from rannc_jax.cost.flops import Fusion, Work
 from rannc_jax.errors import CostError, message
 from rannc_jax.ir.trace import Program, aval_bytes
@@ -56,14 +56,18 @@ class Operation:
     @property
     def is_matmul(self) -> bool:
         """A matrix product, convolution or attention: what `Remat.SAVE_MATMULS` saves."""
-        return self.attention or self.name in flops.MATMULS | flops.CONVOLUTIONS | flops.ATTENTION
+        return (
+            self.attention or self.name in primitives.MATMULS | primitives.CONVOLUTIONS | primitives.ATTENTION
+        )
 
     def work(self) -> Work:
         """What it costs; see `flops.work`."""
         if not self.attention:
             return flops.work(self.eqn)
         edge = flops.work(self.eqn)
-        products = [eqn for eqn in _deep(self.eqn) if eqn.primitive.name in flops.MATMULS | flops.ATTENTION]
+        products = [
+            eqn for eqn in _deep(self.eqn) if eqn.primitive.name in primitives.MATMULS | primitives.ATTENTION
+        ]
         return Work(
             flops=flops.equation_flops(self.eqn),
             unit=flops.matmul_unit(products[0]),
@@ -139,12 +143,12 @@ class _Opener:
         reads = tuple(self.read(atom, ids) for atom in eqn.invars)
         writes = tuple(ids[v] for v in eqn.outvars)
         name = eqn.primitive.name
-        attention = name in flops.CUSTOM_VJPS and is_attention(eqn)
+        attention = name in primitives.CUSTOM_VJPS and is_attention(eqn)
         inner = () if attention else flops.bodies(eqn)
-        if name in flops.TRANSPARENT and inner:
-            if name in flops.CHECKPOINTS | flops.CUSTOM_VJPS and region < 0:
+        if name in primitives.TRANSPARENT and inner:
+            if name in primitives.CHECKPOINTS | primitives.CUSTOM_VJPS and region < 0:
                 self.out.regions.append(
-                    Region(recomputes=name in flops.CHECKPOINTS, reads=reads, writes=writes)
+                    Region(recomputes=name in primitives.CHECKPOINTS, reads=reads, writes=writes)
                 )
                 region = len(self.out.regions) - 1
             custom = custom or name == "custom_jvp_call"
@@ -194,9 +198,9 @@ class _Opener:
 def is_attention(eqn: jex.JaxprEqn) -> bool:
     """A custom_vjp whose body multiplies twice with an exponential between, or calls cuDNN's attention."""
     names = [inner.primitive.name for inner in _deep(eqn)]
-    if any(name in flops.ATTENTION for name in names):
+    if any(name in primitives.ATTENTION for name in names):
         return True
-    products = [i for i, name in enumerate(names) if name in flops.MATMULS]
+    products = [i for i, name in enumerate(names) if name in primitives.MATMULS]
     return len(products) == 2 and any(name in ("exp", "exp2") for name in names[products[0] : products[1]])
 
 

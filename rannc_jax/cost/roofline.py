@@ -15,7 +15,7 @@ import numpy as np
 
 from rannc_jax.cluster import DeviceSpec
 from rannc_jax.contract import Remat
-from rannc_jax.cost import flops
+from rannc_jax.cost import primitives
 from rannc_jax.cost.flops import Fusion
 from rannc_jax.cost.fusion import Fused, Kernel, edge_bytes, fuse
 from rannc_jax.cost.operations import Twins, body_gradients
@@ -182,7 +182,7 @@ def _add_kernel(
         for opened, works, nbytes in zip((twins.first, twins.second), twins.works, twins.nbytes, strict=True)
     ]
     worked = [sum(works[index].flops for index in kernel.members) for works in twins.works]
-    share = CONVOLUTION_SHARE if op.name in flops.CONVOLUTIONS else 1.0
+    share = CONVOLUTION_SHARE if op.name in primitives.CONVOLUTIONS else 1.0
     back = backward_factors(twins, kernel, gradients)
     _add(rows, units, tuple(worked), tuple(moved), times, root, back, share=share, saved=op.is_matmul)
 
@@ -219,7 +219,7 @@ def backward_factors(twins: Twins, kernel: Kernel, gradients: Collection[int]) -
     again = float(op.region >= 0 and twins.first.regions[op.region].recomputes)
     if op.is_matmul:
         active = sum(v in gradients for v in op.reads[:2]) or 1
-        work = ATTENTION_BACKWARD if op.attention or op.name in flops.ATTENTION else float(active)
+        work = ATTENTION_BACKWARD if op.attention or op.name in primitives.ATTENTION else float(active)
         return work + again, (2.0 if op.attention else active) + again, active + again
     factor = 1.0 if twins.works[0][kernel.root].fusion is Fusion.WHOLE else 2.0
     return factor + again, factor + again, 1.0 + again

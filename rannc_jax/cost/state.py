@@ -90,14 +90,14 @@ class State:
         graph, program = self._graph, self._graph.program
         inputs = sorted({v for n in nodes for v in graph.nodes[n].inputs})
         made = sorted({v for n in nodes for v in graph.nodes[n].prologue})
-        once = prologue_slice(graph, made)
+        sources = prologue_slice(graph, made).inputs if made else ()
         read = {
             v
             for n in nodes
             for e in (*graph.nodes[n].equations, *graph.nodes[n].clones)
             for v in program.reads(e)
         }
-        through = [v for v in once.inputs if v not in read]  # parameters that only the prologue reads
+        through = [v for v in sources if v not in read]  # parameters that only the prologue reads
         direct = [v for v in inputs if v in read and program.inputs[v].role is Role.PARAM]
 
         def accumulators(values: Sequence[int]) -> int:
@@ -115,5 +115,5 @@ class State:
         self.own.append(state)
         self.accumulator_bytes.append(accumulators(direct) + cotangents)
         self.gradient_bytes.append(sum(program.nbytes(v) for v in (*direct, *made) if v in self._gradients))
-        self.once_bytes.append(ONCE_PASSES * (results + sum(program.nbytes(v) for v in once.inputs)))
+        self.once_bytes.append(ONCE_PASSES * (results + sum(program.nbytes(v) for v in sources)))
         self.once_launches.append(2 * len(made))

@@ -10,6 +10,7 @@ __all__ = ["prepare"]
 
 def prepare(who: Subject, example: Example) -> Graph:
     """Trace a function at two numbers of rows, analyse its batch and build its graph."""
-    program = trace(who, example)
-    twin = trace(who, example, 2 * example.rows)
+    rows = max(example.rows, 2)  # with one row many functions take other paths than with more
+    program = trace(who, example, rows)
+    twin = trace(who, example, 2 * rows)
     return build_graph(program, twin, analyse(program, twin))

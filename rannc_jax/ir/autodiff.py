@@ -88,9 +88,7 @@ def differentiate(
 
     def forward(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         wanted = [*closed.jaxpr.outvars[:num_outputs], *kept]
-        info = closed.jaxpr.debug_info._replace(result_paths=None)
-        jaxpr = closed.jaxpr.replace(outvars=wanted, debug_info=info)
-        outs = jax.core.eval_jaxpr(jaxpr, closed.consts, *inputs)
+        outs = jax.core.eval_jaxpr(closed.jaxpr.replace(outvars=wanted), closed.consts, *inputs)
         return outs[:num_outputs], outs[num_outputs:]
 
     def backward(

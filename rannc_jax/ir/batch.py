@@ -67,7 +67,8 @@ def _conclude(program: Program, findings: Findings, env: dict[Any, Flow]) -> Bat
 
     finding, loss_ids = _loss(program, env)
     couplings = set(findings.couplings)
-    for leaf, atom, value in zip(program.outputs, program.jaxpr.jaxpr.outvars, program.output_ids()):
+    outvars = program.jaxpr.jaxpr.outvars
+    for leaf, atom, value in zip(program.outputs, outvars, program.output_ids(), strict=True):
         found, unspreadable = _of_output(program, leaf.kind, flow_of(atom), value)
         couplings |= found
         findings.unspreadable |= unspreadable

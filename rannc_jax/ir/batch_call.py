@@ -143,6 +143,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def is_marked(eqn: jex.JaxprEqn) -> bool:
+    """Is the equation under the name scope of `separable`?"""
     return SEPARABLE_SCOPE in str(eqn.source_info.name_stack)
 
 
@@ -165,6 +166,7 @@ def row_dim(aval: Any, twin: Any, findings: Findings) -> tuple[int, int] | None:
 
 
 def is_key(aval: Any) -> bool:
+    """Is it an array of typed PRNG keys?"""
     return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
@@ -183,12 +185,15 @@ def value_flow(value: Any, twin: Any, findings: Findings) -> Flow:
     if value is twin or np.array_equal(mine, other, equal_nan=mine.dtype.kind == "f"):
         scalar = mine.shape == () and mine.dtype.kind in "biuf"
         constant = float(mine) if scalar else None
-        return Flow(constant=constant, integral=constant is not None and constant.is_integer())
+        numbers = None if constant is None else (constant, constant)
+        integral = constant is not None and constant.is_integer()
+        return Flow(constant=constant, numbers=numbers, integral=integral)
+    numbers = (float(mine), float(other)) if mine.shape == () and mine.dtype.kind in "biuf" else None
     for power in (1, -1, 2, -2):
         factor = (findings.twin_rows / findings.rows) ** power
         if np.allclose(mine.astype(float) * factor, other.astype(float), rtol=1e-6, atol=0):
-            return Flow(power=power, integral=mine.dtype.kind in "iu")
-    return Flow(varies=True)
+            return Flow(power=power, numbers=numbers, integral=mine.dtype.kind in "iu")
+    return Flow(varies=True, numbers=numbers)
 
 
 def _sized_flow(mine: np.ndarray, other: np.ndarray, findings: Findings) -> Flow:
@@ -206,3 +211,23 @@ def _sized_flow(mine: np.ndarray, other: np.ndarray, findings: Findings) -> Flow
     if mine.ndim == multiple == 1 and all((a == np.arange(a.size)).all() for a in (mine, other)):
         return Flow(kind=Kind.INDEX, layout=RowLayout(0), integral=True)
     return mixed
+
+
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum,
+    "min": np.minimum, "neg": np.negative, "sqrt": np.sqrt, "gt": np.greater, "ge": np.greater_equal,
+    "lt": np.less, "le": np.less_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
+
+
+def folded(call: Call) -> Flow | None:
+    """Arithmetic on numbers known in both traces, such as `rows - 1 > 0`; None if it is not that."""
+    compute = ARITHMETIC.get(call.name)
+    if compute is None or call.out_shape() != () or any(f.numbers is None for f in call.flows):
+        return None
+    if call.name == "div" and call.eqn.outvars[0].aval.dtype.kind in "iu":
+        return None
+    pairs = zip(*(f.numbers for f in call.flows if f.numbers is not None), strict=True)
+    with np.errstate(all="ignore"):
+        mine, other = (compute(*operands) for operands in pairs)
+    return value_flow(mine, other, call.findings)

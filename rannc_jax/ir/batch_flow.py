@@ -74,13 +74,14 @@ class Flow:
         loose: `outer` and `inner` of the layout are a guess, any would do.
         power, divisor: the scale; `varies` if it depends on the number of rows otherwise.
         data: depends on the batch. param: a gradient may flow back to a parameter.
-        integral: whole numbers. constant: the number it is everywhere.
+        integral: whole numbers. constant: the number it is everywhere. numbers: of a FREE scalar, what
+            it is in the two traces.
         affine: batch-free terms of the same degree were added to a SUM.
         several: a SUM of means over different things.
         steady: a STATISTIC of means and ratios alone, which does not grow with the number of rows.
         ident: id of the scalar this is (a copy of). root: id of the sum that this is a function of.
-        guard: a STATISTIC such as max(root, 1). additive: see `Divisor`. zero_test: a comparison of `root` with 0: is it true for "zero" or
-            "nonzero"?
+        guard: a STATISTIC such as max(root, 1). additive: see `Divisor`. zero_test: a comparison of
+            `root` with 0: is it true for "zero" or for "nonzero"?
         sources: the reductions over rows this comes from. cause: the first bend of a STATISTIC.
         columns: a ROWS array of indices whose columns `columns` of the last dim are the row's number.
         shuffled: an INDEX or row order that was permuted at random.
@@ -98,6 +99,7 @@ class Flow:
     param: bool = False
     integral: bool = False
     constant: float | None = None
+    numbers: tuple[float, float] | None = None
     affine: bool = False
     several: bool = False
     steady: bool = False

@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 # The rules register themselves on import.
 from rannc_jax.ir import batch_rules, batch_rules_index, batch_rules_nested, batch_rules_reduce
-from rannc_jax.ir.batch_call import RULES, Call, Findings, is_key, is_marked, row_dim, value_flow
+from rannc_jax.ir.batch_call import RULES, Call, Findings, folded, is_key, is_marked, row_dim, value_flow
 from rannc_jax.ir.batch_flow import Coupled, Flow, Kind
 from rannc_jax.ir.batch_info import CouplingKind, RowLayout
 from rannc_jax.ir.roles import Role
@@ -85,6 +85,10 @@ class BatchRun:
                 marked=marked or is_marked(eqn),
                 run=self.inner,
             )
+            known = folded(call)
+            if known is not None:
+                env[eqn.outvars[0]] = _typed(known, eqn.outvars[0].aval)
+                continue
             for output, flow in enumerate(self.outputs(call)):
                 env[eqn.outvars[output]] = self.named(call, output, flow)
 
@@ -111,6 +115,8 @@ class BatchRun:
         shape = call.out_shape(output)
         if call.name not in KEEPS_IDENT or shape == ():
             flow = replace(flow, ident=None) if flow.ident is not None else flow
+        if call.name not in KEEPS_IDENT and flow.numbers is not None:
+            flow = replace(flow, numbers=None)
         if not call.top or shape != () or not flow.reduced:
             return flow
         ident = self.value_ids[call.eqn.outvars[output]]

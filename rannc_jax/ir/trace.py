@@ -7,6 +7,8 @@ every trace of the same function, whatever the number of batch rows, so everythi
 program (graph, batch analysis, plan) speaks in value ids and equation indices.
 """
 
+import functools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,9 +104,12 @@ class Program:
 
 def aval_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype (typed PRNG keys count their raw words)."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return int(np.prod(aval.shape, dtype=np.int64)) * 8
-    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
+    return math.prod(aval.shape) * _itemsize(aval.dtype)
+
+
+@functools.cache
+def _itemsize(dtype: Any) -> int:
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
 
 
 _CONST_BYTES = 1024  # closure constants up to this size stay inside the program
@@ -317,10 +322,8 @@ def _lift_constants(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any
                 "Pass it as frozen= to place it once.",
                 stacklevel=2,
             )
-    info = closed.jaxpr.debug_info
     jaxpr = closed.jaxpr.replace(
         constvars=[var for var, _ in small],
         invars=[*closed.jaxpr.invars, *(var for var, _ in large)],
-        debug_info=info._replace(arg_names=(*info.arg_names, *("const" for _ in large))),
     )
     return jex.ClosedJaxpr(jaxpr, [value for _, value in small]), tuple(value for _, value in large)

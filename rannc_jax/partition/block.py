@@ -25,8 +25,10 @@ NEGLIGIBLE = 0.05
 """A cluster lighter than this share of a fine cluster may merge over the cap, up to one share for each
 cluster that takes them in: it cannot unbalance anything."""
 
-MODULE_COST = 0.5
-"""Cost of cutting inside the deepest module; balance costs (weight / mean)^2 a block, so 1 in the mean."""
+MODULE_COST = 2.0
+"""Cost of cutting inside a module that a block could hold whole; it falls as the module outgrows the
+mean block. Balance costs (weight / mean)^2 a block: splitting a block of weight 1.33 (24 layers in 32
+blocks) gains at most 0.9, which must not part a layer; one of weight 2.7 gains 3.6, which may."""
 
 SECONDS_PER_BYTE = 1 / 100e9
 """Weight of boundary bytes against work where the caller knows no link: between PCIe and NVLink."""
@@ -76,16 +78,16 @@ def coarsen(
     clusters.coarsen(fine)
     order = list(clusters.order())
     segments = [clusters.segment[c] for c in order]
-    firsts = _arrange(
-        np.asarray([clusters.weight[c] for c in order]),
-        _boundary_costs(atoms, [clusters.nodes[c] for c in order], seconds_per_byte),
-        [i for i in range(1, len(order)) if segments[i] != segments[i - 1]],
-        max(max_blocks, len(starts) + 1),
-        sum(atoms.seconds) / max_blocks,
-    )
+    nodes_of = [clusters.nodes[c] for c in order]
+    weights = np.asarray([clusters.weight[c] for c in order])
+    mean = float(weights.sum()) / max_blocks or 1.0
+    costs = _traffic(atoms, nodes_of) * seconds_per_byte / mean
+    costs += MODULE_COST * _parted(atoms, nodes_of, weights, mean)
+    forced = [i for i in range(1, len(order)) if segments[i] != segments[i - 1]]
+    firsts = _arrange(weights / mean, costs, forced, max(max_blocks, len(starts) + 1))
     blocks = []
     for first, last in zip(firsts, [*firsts[1:], len(order)], strict=True):
-        nodes = tuple(sorted(n for c in order[first:last] for n in clusters.nodes[c]))
+        nodes = tuple(sorted(n for part in nodes_of[first:last] for n in part))
         named = first > 0 and segments[first] != segments[first - 1]
         path = common_path(atoms.paths[n] for n in nodes)
         blocks.append(NodeBlock(path=path, nodes=nodes, named_cut=named))
@@ -177,16 +179,25 @@ class _Clusters:
         return merged
 
     def _best(self, cluster: int, cap: float, room: float, matched: set[int]) -> int | None:
-        """The best neighbour; `room` is how much a neighbour may take in over the cap or a second time."""
-        best, best_key = None, None
+        """The best neighbour among those closest in the module tree; None if none of these may merge now.
+
+        `room` is how much a neighbour may take in over the cap or a second time. Waiting for a close
+        neighbour is better than joining another module: the end of a layer belongs to its layer.
+        """
         weight, path, segment = self.weight[cluster], self.path[cluster], self.segment[cluster]
+        closest, best, best_key = None, None, None
         for other in self._neighbours(cluster):
-            total = weight + self.weight[other]
-            fits = total <= cap and other not in matched
-            if self.segment[other] != segment or not (fits or self.taken_in[other] + weight <= room):
+            if self.segment[other] != segment:
                 continue
             traffic = self.feeds[cluster].get(other, 0.0) + self.reads[cluster].get(other, 0.0)
-            key = (traffic == 0.0, -shared_depth(path, self.path[other]), total - traffic, other)
+            close = (traffic > 0.0, shared_depth(path, self.path[other]))
+            if closest is None or close > closest:
+                closest, best, best_key = close, None, None
+            total = weight + self.weight[other]
+            fits = total <= cap and other not in matched
+            if close < closest or not (fits or self.taken_in[other] + weight <= room):
+                continue
+            key = (total - traffic, other)
             if best_key is None or key < best_key:
                 best, best_key = other, key
         return best
@@ -255,12 +266,8 @@ def _join(out: list[dict[int, float]], back: list[dict[int, float]], keep: int, 
     out[gone] = {}
 
 
-def _boundary_costs(atoms: Atoms, order: list[list[int]], seconds_per_byte: float) -> np.ndarray:
-    """What a boundary before each position costs, in units of balance cost; float64 [positions].
-
-    Bytes of every value alive across it, against the mean work of a position's share, and how deep
-    inside one module it cuts.
-    """
+def _traffic(atoms: Atoms, order: list[list[int]]) -> np.ndarray:
+    """Bytes of all values alive across the boundary before each position; float64 [positions]."""
     position = np.empty(len(atoms.seconds), np.int64)
     for place, nodes in enumerate(order):
         position[nodes] = place
@@ -269,34 +276,57 @@ def _boundary_costs(atoms: Atoms, order: list[list[int]], seconds_per_byte: floa
         first, last = position[value.producer], max(position[c] for c in value.consumers)
         change[first + 1] += value.nbytes
         change[last + 1] -= value.nbytes
-    crossing = np.cumsum(change)[:-1] * seconds_per_byte
-    deepest = max((path.count("/") + 1 for path in atoms.paths if path), default=1)
-    depth = np.zeros(len(order))
+    return np.cumsum(change)[:-1]
+
+
+def _parted(atoms: Atoms, order: list[list[int]], weights: np.ndarray, mean: float) -> np.ndarray:
+    """How bad it is for modules to be cut before each position, 0 to 1; float64 [positions].
+
+    The module that a boundary parts is the run of clusters around it with the same innermost common
+    path; runs, because some libraries give every layer the same name.
+    """
+    paths = [common_path(atoms.paths[n] for n in nodes) for nodes in order]
+    known = [path for path in paths if path]
+    if not known:
+        return np.zeros(len(order))
+    for place in range(len(paths)):  # clusters without a path belong to what is before them
+        paths[place] = paths[place] or (paths[place - 1] if place else known[0])
+    total = np.concatenate([[0.0], np.cumsum(weights)])
+    parted = np.zeros(len(order))
     for place in range(1, len(order)):
-        left, right = atoms.paths[order[place - 1][-1]], atoms.paths[order[place][0]]
-        if left and right:
-            depth[place] = shared_depth(left.split("/"), right.split("/"))
-    return np.stack([crossing, MODULE_COST * depth / deepest])
+        module = common_path([paths[place - 1], paths[place]])
+        if not module:
+            continue
+        first, last = place - 1, place
+        while first > 0 and _within(paths[first - 1], module):
+            first -= 1
+        while last + 1 < len(order) and _within(paths[last + 1], module):
+            last += 1
+        weight = total[last + 1] - total[first]
+        parted[place] = min(1.0, mean / weight) if weight > 0 else 1.0
+    return parted
 
 
-def _arrange(
-    weights: np.ndarray, boundaries: np.ndarray, forced: Sequence[int], max_blocks: int, mean: float
-) -> list[int]:
+def _within(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + "/")
+
+
+def _arrange(weights: np.ndarray, costs: np.ndarray, forced: Sequence[int], max_blocks: int) -> list[int]:
     """Cut a row of clusters into at most `max_blocks` runs; returns the first position of each run.
 
-    Minimises sum of (weight / mean)^2 over runs plus the costs of the boundaries.
+    Minimises the sum of weight^2 over runs plus the costs of the boundaries, by dynamic programming
+    over the number of runs and the end of the last one.
     """
     count = len(weights)
     total = np.concatenate([[0.0], np.cumsum(weights)])
-    scale = mean if mean > 0 else 1.0
-    cut = boundaries[0] / scale + boundaries[1]
-    cut[0] = 0.0
+    costs = np.append(costs, 0.0)
+    costs[0] = 0.0
     ends = np.arange(count + 1)
     barrier = np.zeros(count + 1, np.int64)  # the last forced boundary before each end
     for place in forced:
         barrier[place + 1 :] = place
-    runs = ((total[None, :] - total[:, None]) / scale) ** 2 + np.append(cut, 0.0)[:, None]
-    runs[(ends[:, None] >= ends[None, :]) | (ends[:, None] < barrier[None, :])] = np.inf  # [start, end]
+    runs = (total[None, :] - total[:, None]) ** 2 + costs[:, None]  # [start, end]
+    runs[(ends[:, None] >= ends[None, :]) | (ends[:, None] < barrier[None, :])] = np.inf
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     choices, results = [], []
@@ -305,9 +335,8 @@ def _arrange(
         choices.append(np.argmin(candidates, axis=0))
         best = np.min(candidates, axis=0)
         results.append(best[count])
-    used = int(np.argmin(results))
     firsts, end = [], count
-    for choice in reversed(choices[: used + 1]):
+    for choice in reversed(choices[: int(np.argmin(results)) + 1]):
         end = int(choice[end])
         firsts.append(end)
     return firsts[::-1]

@@ -12,8 +12,9 @@ prices them again on the clock. O(caps x stages x blocks^2 x devices x replica c
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,12 @@ from rannc_jax.partition.stage import Placement, StageModel
 CAP_STEP = 1.04
 """Ratio of the ladder of caps: the share of a step that may be lost between two rungs."""
 MOST_CAPS = 10
+PATIENCE = 4
+"""Layers in a row that may be too slow before more stages are given up."""
 SKIP_DEVICE = -1
+
+
+Pick = Callable[[IntervalTable], Matrix]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Plans of one number of stages by (first block, first device): value, and how to go on.
+    """Plans of one number of stages by [first device, first block]: value, and how to go on.
 
     `replicas` of the first stage, or SKIP_DEVICE where the device stays idle; `next_block` begins the
     stage after.
@@ -75,28 +81,47 @@ class ChainSearch:
         if space.boundaries is not None:
             self.closed[:] = True
             self.closed[list(space.boundaries)] = False
+        self._least_busy_s = 0.0
         self._tables: dict[tuple[Site, int, int, tuple[Remat, ...]], IntervalTable] = {}
 
+    def outlook(self) -> tuple[float, Candidate | None]:
+        """A step that no plan of this case is estimated to beat, and a plan near it, which may not fit.
+
+        One sweep that forgets the number of stages: each stage keeps as little in flight as the last
+        one. Cheap, and exact where nothing depends on the number (GPipe, no constraint by stage).
+        """
+        self._least_busy_s = 0.0
+        if self.waves > 0:
+            self._least_busy_s = float(self._sweep(np.maximum, lambda table: table.busy_s).value[0, 0])
+        least_sum_s = float(self._sweep(np.add, lambda table: table.sum_s).value[0, 0])
+        cap = self._least_busy_s * CAP_STEP if self.waves > 0 else math.inf
+        layer = self._sweep(np.add, functools.partial(_capped, cap=cap))
+        if math.isinf(least_sum_s) or math.isinf(layer.value[0, 0]):
+            return least_sum_s + self.waves * self._least_busy_s, None
+        return least_sum_s + self.waves * self._least_busy_s, self._candidate(itertools.repeat(layer))
+
     def estimates(self, beat_s: float = math.inf) -> Iterator[Estimate]:
-        """Good plans, one for each rung and number of stages, as long as one may be near `beat_s`."""
-        free = self._solve(np.add, lambda table: table.sum_s)
-        least_sum_s = min((self._value(free, k) for k in self._ends(free)), default=math.inf)
-        if math.isinf(least_sum_s):
+        """Good plans, one for each rung and number of stages, as long as one may be near `beat_s`.
+
+        To be called after `outlook`.
+        """
+        most_sum_s = beat_s - self.waves * self._least_busy_s
+        layers = self._solve(np.add, lambda table: table.sum_s, most_sum_s=most_sum_s)
+        least_sum_s = min((self._value(layers, k) for k in self._ends(layers)), default=math.inf)
+        if self.waves == 0 or math.isinf(least_sum_s):
+            yield from self._estimates(layers, most_sum_s)
             return
-        found = math.inf
-        for estimate in self._estimates(free):
-            found = min(found, estimate.step_s)
-            yield estimate
-        if self.waves == 0:
-            return
-        tight = self._solve(np.maximum, lambda table: table.busy_s)
+        most_stages = len(layers) - 1
+        tight = self._solve(np.maximum, lambda table: table.busy_s, most_stages=most_stages)
         cap = min(self._value(tight, k) for k in self._ends(tight)) * (1 + 1e-9)
+        found = beat_s
         for _ in range(MOST_CAPS):
-            if least_sum_s + self.waves * cap / CAP_STEP > min(found, beat_s):
-                return
-            for estimate in self._estimates(self._solve(np.add, functools.partial(_capped, cap=cap))):
+            for estimate in self._estimates(layers, most_sum_s):
                 found = min(found, estimate.step_s)
                 yield estimate
+            if least_sum_s + self.waves * cap / CAP_STEP > found:
+                return
+            layers = self._solve(np.add, functools.partial(_capped, cap=cap), most_stages=most_stages)
             cap *= CAP_STEP
 
     def smallest(self) -> list[Candidate]:
@@ -104,57 +129,98 @@ class ChainSearch:
         layers = self._solve(np.maximum, lambda table: table.fullness)
         return [self._estimate(layers, num_stages).candidate for num_stages in self._ends(layers)]
 
-    def _solve(self, combine: np.ufunc, pick: Callable[[IntervalTable], Matrix]) -> list[_Layer]:
-        """Layers of 0, 1, ... stages; `combine` is np.add for sums, np.maximum for the busiest stage."""
-        shape = (self.model.num_blocks + 1, self.model.num_devices + 1)
-        value = np.full(shape, np.inf)
-        value[-1] = 0.0
-        nothing = np.zeros(shape, np.int16)
-        layers = [_Layer(value, nothing, nothing)]
-        for after in range(self.space.most_stages(self.model)):
+    def _solve(
+        self, combine: np.ufunc, pick: Pick, *, most_sum_s: float = math.inf, most_stages: int | None = None
+    ) -> list[_Layer]:
+        """Layers of 0, 1, ... stages; `combine` is np.add for sums, np.maximum for the busiest stage.
+
+        Sums grow with the number of stages once any plan fits (fewer replicas each, more transfers), so
+        a few layers above `most_sum_s` in a row end the search.
+        """
+        above = 0
+        layers = [self._no_stage()]
+        for after in range(most_stages or self.space.most_stages(self.model)):
             layers.append(self._layer(layers[-1].value, after, combine, pick))
-            if not np.isfinite(layers[-1].value).any():
+            whole = self._value(layers, len(layers) - 1)
+            above = above + 1 if most_sum_s < whole < math.inf else 0
+            if above == PATIENCE or not np.isfinite(layers[-1].value).any():
                 break
         return layers
 
-    def _layer(
-        self, later: Matrix, after: int, combine: np.ufunc, pick: Callable[[IntervalTable], Matrix]
-    ) -> _Layer:
-        """Put one stage before the plans in `later`, which have `after` stages."""
-        layer = _Layer(
-            np.full_like(later, np.inf), np.zeros(later.shape, np.int16), np.zeros(later.shape, np.int16)
-        )
-        by_device = np.ascontiguousarray(later.T)
-        for replicas in self._replicas(after):
-            for site, devices in self.costs.sites(replicas).items():
-                cost = pick(self._table(site, replicas, after))
-                total = combine(cost[:, None, :], by_device[None, devices + replicas, :])
-                best = total.argmin(axis=2)
-                least = np.take_along_axis(total, best[:, :, None], axis=2)[:, :, 0]
-                blocks, columns = np.nonzero(least < layer.value[:, devices])
-                where = blocks, devices[columns]
-                layer.value[where] = least[blocks, columns]
-                layer.next_block[where] = best[blocks, columns]
-                layer.replicas[where] = replicas
-        if not self.model.is_uniform:
-            for device in range(self.model.num_devices - 1, -1, -1):
-                idle = layer.value[:, device + 1] < layer.value[:, device]
-                layer.value[idle, device] = layer.value[idle, device + 1]
-                layer.replicas[idle, device] = SKIP_DEVICE
+    def _no_stage(self) -> _Layer:
+        """Nothing is left to place after the last block, wherever that is."""
+        shape = (self.model.num_devices + 1, self.model.num_blocks + 1)
+        value = np.full(shape, np.inf)
+        value[:, -1] = 0.0
+        return _Layer(value, np.zeros(shape, np.int16), np.zeros(shape, np.int16))
+
+    def _sweep(self, combine: np.ufunc, pick: Pick) -> _Layer:
+        """Plans of any number of stages, as a layer that continues in itself."""
+        layer, constraints = self._no_stage(), self.constraints
+        stages = range(self.space.num_stages or 1)
+        remats = tuple(dict.fromkeys(remat for stage in stages for remat in constraints.remats_of(stage)))
+        in_flight = self.schedule.in_flight(0, 1, self.num_microbatches)
+        priced = []
+        for count in sorted({count for stage in stages for count in self._replicas(stage)}):
+            sites, site_of = self.costs.sites(count)
+            cost = np.stack([pick(self._table(site, count, in_flight, remats)) for site in sites])
+            priced.append((count, cost, site_of))
+        for begin in range(self.model.num_blocks - 1, -1, -1):
+            for count, cost, site_of in priced:
+                ahead = cost[site_of, begin, begin + 1 :]
+                total = combine(ahead, layer.value[count:, begin + 1 :])
+                least = total.min(axis=1)
+                devices = slice(0, len(site_of))
+                better = least < layer.value[devices, begin]
+                layer.value[devices, begin][better] = least[better]
+                layer.next_block[devices, begin][better] = total.argmin(axis=1)[better] + begin + 1
+                layer.replicas[devices, begin][better] = count
+            self._skip_devices(layer, slice(begin, begin + 1))
         return layer
+
+    def _layer(self, later: Matrix, after: int, combine: np.ufunc, pick: Pick) -> _Layer:
+        """Put one stage before the plans in `later`, which have `after` stages."""
+        value = np.full_like(later, np.inf)
+        next_block, replicas = np.zeros(later.shape, np.int16), np.zeros(later.shape, np.int16)
+        for count in self._replicas(self._stage(after)):
+            sites, site_of = self.costs.sites(count)
+            cost = np.stack([pick(self._table_after(site, count, after)) for site in sites])
+            total = combine(cost[site_of], later[count:, None, :])
+            least = total.min(axis=2)
+            devices = slice(0, len(site_of))
+            better = least < value[devices]
+            np.copyto(value[devices], least, where=better)
+            np.copyto(next_block[devices], total.argmin(axis=2), where=better, casting="unsafe")
+            replicas[devices][better] = count
+        layer = _Layer(value, next_block, replicas)
+        self._skip_devices(layer, slice(None))
+        return layer
+
+    def _skip_devices(self, layer: _Layer, blocks: slice) -> None:
+        """Where devices differ, a plan may be better one device later."""
+        if self.model.is_uniform:
+            return
+        value, replicas = layer.value[:, blocks], layer.replicas[:, blocks]
+        for device in range(self.model.num_devices - 1, -1, -1):
+            idle = value[device + 1] < value[device]
+            value[device, idle] = value[device + 1, idle]
+            replicas[device, idle] = SKIP_DEVICE
 
     def _stage(self, after: int) -> int:
         """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
         return 0 if self.space.num_stages is None else self.space.num_stages - 1 - after
 
-    def _replicas(self, after: int) -> tuple[int, ...]:
-        fixed = self.constraints.replicas_of(self._stage(after))
+    def _replicas(self, stage: int) -> tuple[int, ...]:
+        fixed = self.constraints.replicas_of(stage)
         return replica_counts(self.model, self.model.rows // self.num_microbatches, fixed)
 
-    def _table(self, site: Site, replicas: int, after: int) -> IntervalTable:
-        """Prices of a stage with `after` stages behind it, where the user's cuts allow one."""
+    def _table_after(self, site: Site, replicas: int, after: int) -> IntervalTable:
+        """Prices of a stage with `after` stages behind it."""
         in_flight = self.schedule.in_flight(0, after + 1, self.num_microbatches)
-        remats = self.constraints.remats_of(self._stage(after))
+        return self._table(site, replicas, in_flight, self.constraints.remats_of(self._stage(after)))
+
+    def _table(self, site: Site, replicas: int, in_flight: int, remats: tuple[Remat, ...]) -> IntervalTable:
+        """Prices of a stage, where the user's cuts allow one."""
         key = (site, replicas, in_flight, remats)
         if key not in self._tables:
             table = self.costs.table(
@@ -175,26 +241,38 @@ class ChainSearch:
     def _value(self, layers: list[_Layer], num_stages: int) -> float:
         return float(layers[num_stages].value[0, 0])
 
-    def _estimates(self, layers: list[_Layer]) -> Iterator[Estimate]:
+    def _estimates(self, layers: list[_Layer], most_sum_s: float) -> Iterator[Estimate]:
         for num_stages in self._ends(layers):
-            yield self._estimate(layers, num_stages)
+            if self._value(layers, num_stages) <= most_sum_s:
+                yield self._estimate(layers, num_stages)
 
     def _estimate(self, layers: list[_Layer], num_stages: int) -> Estimate:
-        """Follow the choices from the first block and device."""
-        begin = device = 0
-        placements, sum_s, busiest_s = [], 0.0, 0.0
-        for after in range(num_stages - 1, -1, -1):
-            layer = layers[after + 1]
-            while layer.replicas[begin, device] == SKIP_DEVICE:
-                device += 1
-            end, replicas = int(layer.next_block[begin, device]), int(layer.replicas[begin, device])
-            table = self._table(self.costs.site_of(device, replicas), replicas, after)
+        """The plan of a whole value, and its sum and busiest stage together."""
+        candidate = self._candidate(reversed(layers[1 : num_stages + 1]))
+        position = {block: at for at, block in enumerate(self.costs.order)}
+        sum_s = busiest_s = 0.0
+        for stage, placed in enumerate(candidate.placements):
+            site = self.costs.site_of(placed.first_device, placed.num_replicas)
+            table = self._table_after(site, placed.num_replicas, num_stages - 1 - stage)
+            begin = min(position[block] for block in placed.blocks)
+            end = begin + len(placed.blocks)
             sum_s += float(table.sum_s[begin, end])
             busiest_s = max(busiest_s, float(table.busy_s[begin, end]))
+        return Estimate(step_s=sum_s + self.waves * busiest_s, candidate=candidate)
+
+    def _candidate(self, layers: Iterable[_Layer]) -> Candidate:
+        """Follow the choices from the first block and device."""
+        begin = device = 0
+        placements = []
+        for layer in layers:
+            while layer.replicas[device, begin] == SKIP_DEVICE:
+                device += 1
+            end, replicas = int(layer.next_block[device, begin]), int(layer.replicas[device, begin])
             placements.append(Placement(tuple(sorted(self.costs.order[begin:end])), device, replicas))
             begin, device = end, device + replicas
-        candidate = Candidate(self.schedule, self.num_microbatches, tuple(placements))
-        return Estimate(step_s=sum_s + self.waves * busiest_s, candidate=candidate)
+            if begin == self.model.num_blocks:
+                break
+        return Candidate(self.schedule, self.num_microbatches, tuple(placements))
 
 
 def _capped(table: IntervalTable, *, cap: float) -> Matrix:

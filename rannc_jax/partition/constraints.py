@@ -14,6 +14,7 @@ from rannc_jax.errors import PlanError, message
 
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
+ALL_REMATS = tuple(Remat)
 
 
 class NamedSchedule(Protocol):
@@ -87,7 +88,7 @@ class Constraints:
         """The remat modes that a stage may take."""
         if isinstance(self.remat, tuple):
             return (self.remat[stage],)
-        return (self.remat,) if isinstance(self.remat, Remat) else tuple(Remat)
+        return (self.remat,) if isinstance(self.remat, Remat) else ALL_REMATS
 
     def limit_bytes(self, device: DeviceSpec) -> int:
         """Memory that a plan may fill on `device`."""

@@ -3,7 +3,7 @@
 Plans are built from the last stage backwards, because what a stage keeps in flight depends on its
 distance to the end. A partial plan is given up when its own stages already take as long as the best
 plan known, or when the blocks that are left cannot be done in time by the devices that are left.
-Exponential in the blocks; the number of visited partial plans is limited, and the answer says whether
+Exponential in the blocks; the number of placed stages is limited, and the answer says whether
 the search was completed. The oracle of the fast search, and its finish on small programs.
 """
 
@@ -40,7 +40,7 @@ def exact_search(
         evaluator: prices candidates.
         space: what may be chosen.
         incumbent: a plan that is already known; kept unless a faster one exists.
-        most_visited: partial plans to look at before giving up.
+        most_visited: stages to place before giving up.
     """
     model = evaluator.model
     if space.boundaries is not None:
@@ -97,9 +97,6 @@ class _Walk:
 
     def visit(self, ideal: int, devices: int, stages: tuple[Placement, ...], bound_s: float) -> None:
         """Blocks of `ideal` are left for devices below `devices`; `stages` are those after them."""
-        self.num_visited += 1
-        if self.num_visited > self.most_visited:
-            return
         if ideal == 0:
             self._complete(stages)
             return
@@ -110,6 +107,9 @@ class _Walk:
         for rest in self.smaller(ideal):
             blocks = members(ideal & ~rest)
             for placement in self._placements(blocks, devices, len(stages)):
+                self.num_visited += 1
+                if self.num_visited > self.most_visited:
+                    return
                 price = self._price(placement, len(stages))
                 if price is None:
                     continue

@@ -64,12 +64,11 @@ class IntervalCosts:
         self.sites = functools.cache(self._sites)
         self._sums = functools.cache(self._kind_sums)
 
-    def _sites(self, replicas: int) -> dict[Site, NDArray[np.int64]]:
-        """First devices of a stage of `replicas`, by site."""
-        sites: dict[Site, list[int]] = {}
-        for first in range(self.model.num_devices - replicas + 1):
-            sites.setdefault(self.site_of(first, replicas), []).append(first)
-        return {site: np.array(devices) for site, devices in sites.items()}
+    def _sites(self, replicas: int) -> tuple[list[Site], NDArray[np.intp]]:
+        """Distinct sites of a stage of `replicas`, and the site by first device."""
+        found = [self.site_of(first, replicas) for first in range(self.model.num_devices - replicas + 1)]
+        sites = list(dict.fromkeys(found))
+        return sites, np.array([sites.index(site) for site in found])
 
     def site_of(self, first: int, replicas: int) -> Site:
         """The site of a stage that begins at device `first`."""

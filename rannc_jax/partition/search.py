@@ -6,6 +6,7 @@ exact search proves or beats the result. Everything is deterministic: ties go to
 limits count plans, never seconds.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.cost.table import CostTable
 from rannc_jax.errors import PlanError, message
-from rannc_jax.partition.bound import best_case, lower_bound
+from rannc_jax.partition.bound import lower_bound
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simulator
 from rannc_jax.partition.chain import ChainSearch, Estimate
 from rannc_jax.partition.constraints import Constraints, NamedSchedule
@@ -32,8 +33,10 @@ MOST_PRICED = 48
 MOST_REFINED = 3
 MOST_TRIED = 200
 """Plans that one refinement may price."""
-MOST_VISITED = 20_000
-"""Partial plans of the exact search; enough to finish on about eight blocks and six devices."""
+EXACT_BLOCKS = 10
+"""The exact search has no hope to finish on many more blocks, and costs seconds."""
+MOST_VISITED = 30_000
+"""Stages that the exact search may place."""
 NEAR = 1.1
 """Estimates up to this factor above the best priced plan are still worth a look."""
 
@@ -59,7 +62,8 @@ def search(
         schedules: the candidates, all with or all without a backward.
         simulate: `rannc_jax.schedule.simulate`.
         splittable: False where rows are coupled, so that the batch must stay whole.
-        most_visited: partial plans that the exact search may look at; 0 leaves it out.
+        most_visited: stages that the exact search may place; 0 leaves it out. It is also left out where
+            it has no hope to finish and a plan is known.
 
     Returns:
         The decision, the same for the same arguments on every machine.
@@ -77,7 +81,8 @@ def search(
     _propose(pool, space)
     for start in pool.ranked()[:MOST_REFINED]:
         pool.add(refine(evaluator, space, start, most_tried=MOST_TRIED))
-    exact = exact_search(evaluator, space, incumbent=pool.best, most_visited=most_visited)
+    hopeless = pool.best is not None and model.num_blocks > EXACT_BLOCKS and space.boundaries is None
+    exact = exact_search(evaluator, space, incumbent=pool.best, most_visited=0 if hopeless else most_visited)
     if exact.best is None:
         raise PlanError(
             explain_infeasible(model, constraints, space, schedules, simulate, splittable=splittable)
@@ -131,13 +136,17 @@ def _propose(pool: _Pool, space: Space) -> None:
     model = pool.evaluator.model
     own = tuple(range(model.num_blocks))
     chosen = [own] if space.boundaries is not None else orders(model.num_blocks, model.values)
-    intervals = [IntervalCosts(model, order) for order in chosen]
-    proposals: list[Estimate] = []
-    for schedule, num_microbatches, bound_s in _cases(model, space):
-        for costs in intervals:
-            if bound_s >= pool.best_s:
-                continue
+    cases: list[tuple[float, ChainSearch]] = []
+    for costs in map(IntervalCosts, itertools.repeat(model), chosen):
+        for schedule, num_microbatches in itertools.product(space.schedules, space.num_microbatches):
             chain = ChainSearch(costs, pool.evaluator.constraints, space, schedule, num_microbatches)
+            outlook_s, candidate = chain.outlook()
+            if candidate is not None and space.num_stages in (None, candidate.num_stages):
+                pool.price(candidate)
+            cases.append((outlook_s, chain))
+    proposals: list[Estimate] = []
+    for outlook_s, chain in sorted(cases, key=lambda case: case[0]):
+        if outlook_s <= pool.best_s * NEAR:
             found = list(chain.estimates(beat_s=pool.best_s * NEAR))
             if found:
                 pool.price(min(found, key=lambda estimate: estimate.step_s).candidate)
@@ -145,16 +154,6 @@ def _propose(pool: _Pool, space: Space) -> None:
     proposals.sort(key=lambda estimate: estimate.step_s)
     for estimate in proposals[:MOST_PRICED]:
         pool.price(estimate.candidate)
-
-
-def _cases(model: StageModel, space: Space) -> list[tuple[NamedSchedule, int, float]]:
-    """Schedules and numbers of microbatches with the least step they allow, most promising first."""
-    cases = [
-        (schedule, m, best_case(model, m, trains=schedule.has_backward).step_s(model.num_devices))
-        for schedule in space.schedules
-        for m in space.num_microbatches
-    ]
-    return sorted(cases, key=lambda case: case[2])
 
 
 def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[RunnerUp]:
@@ -170,7 +169,11 @@ def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[Run
         candidates.append(Candidate(schedule, num_microbatches, (Placement(blocks, 0, replicas),)))
     if any(evaluator(candidate) is not None for candidate in candidates):
         return []
-    smallest = evaluator.smallest(candidates[-1])
+    widest = max(candidate.placements[0].num_replicas for candidate in candidates)
+    smallest = min(
+        (evaluator.smallest(c) for c in candidates if c.placements[0].num_replicas == widest),
+        key=lambda evaluation: evaluation.fullness,
+    )
     price = smallest.prices[0]
     reason = f"needs {gib(price.peak_bytes)} per device, {gib(price.peak_bytes / price.fullness)} may be used"
     return [RunnerUp(summary=summary(smallest), step_s=smallest.step_s, reason=reason)]

@@ -83,7 +83,8 @@ class StageModel:
         self.tie_link = cluster.inter_host if self.hosts[-1] > 0 else cluster.intra_host
         self._prices: dict[tuple[int, int, int], Priced] = {}
         self.options = functools.cache(self._options)
-        self.price = functools.cache(self._price)
+        self.stage_state = functools.cache(self._stage_state)
+        self.buffer_bytes = functools.cache(self._buffer_bytes)
 
     @property
     def is_uniform(self) -> bool:
@@ -130,20 +131,20 @@ class StageModel:
             )
         return tuple(options)
 
-    def _price(
+    def price(
         self,
         placement: Placement,
         microbatch_rows: int,
         in_flight: int,
         trains: bool,
-        remats: tuple[Remat, ...] = tuple(Remat),
+        remats: tuple[Remat, ...],
     ) -> StagePrice | None:
         """The fastest of `remats` that fits; of equally fast ones the smallest; None if none fits."""
         options = self.options(placement, microbatch_rows, in_flight, trains)
         fitting = [option for option in options if option.remat in remats and option.fullness <= 1.0]
         return min(fitting, key=lambda option: (option.backward_s, option.peak_bytes), default=None)
 
-    def stage_state(self, blocks: Sequence[int]) -> tuple[StateBytes, int]:
+    def _stage_state(self, blocks: tuple[int, ...]) -> tuple[StateBytes, int]:
         """State of a stage with ties counted once, and the bytes of parameters it borrows from others."""
         state = sum((self.blocks[block].state for block in blocks), StateBytes())
         members, borrowed = set(blocks), 0
@@ -156,7 +157,7 @@ class StageModel:
                 borrowed += parameters
         return state, borrowed
 
-    def buffer_bytes(self, blocks: Sequence[int], rows: int, trains: bool) -> int:
+    def _buffer_bytes(self, blocks: tuple[int, ...], rows: int, trains: bool) -> int:
         """What is on its way in or out for one microbatch, cotangents included."""
         members, total = set(blocks), 0.0
         for value in self.values:

@@ -18,11 +18,12 @@ from jax.sharding import Mesh
 from rannc_jax.contract import Remat
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
+from rannc_jax.ir.align import Aligned, align
 from rannc_jax.ir.batch import CouplingKind, Dependence, RowLayout
 from rannc_jax.ir.example import Example, Subject, abstract, make_example
 from rannc_jax.ir.graph import Graph, build_graph
 from rannc_jax.ir.roles import OutputKind, Role
-from rannc_jax.ir.trace import Program, same_structure, trace
+from rannc_jax.ir.trace import trace
 from rannc_jax.runtime.executor import Watch, execute
 from rannc_jax.runtime.feed import microbatch, microbatch_rows, part_weights, valid_rows
 from rannc_jax.runtime.lower import Layout, Lowered, StepLowering
@@ -221,25 +222,15 @@ class Engine:
             ) from error
         return count, rows
 
-    def _traces(self, graph: Graph, example: Example, layout: Layout) -> dict[int, Program]:
+    def _traces(self, graph: Graph, example: Example, layout: Layout) -> dict[int, Aligned]:
         """The function traced with the rows of each stage's program."""
         per_replica = layout.spread is Spread.PER_REPLICA
         sizes = {layout.rows // mesh.size if per_replica else layout.rows for mesh in layout.meshes}
-        traces: dict[int, Program] = {}
-        for rows in sorted(sizes):
-            program = graph.program if rows == graph.program.rows else trace(self.who, example, rows)
-            if not same_structure(program, graph.program):
-                raise TraceError(
-                    message(
-                        f"the function is another program with {rows} rows than with {graph.program.rows}.",
-                        f"{layout.num_microbatches} microbatches on replicas {self.routine.replicas} make "
-                        f"parts of {rows} rows",
-                        hint="fewer microbatches or replicas (parts of one row often take other paths), or "
-                        "a function that does not look at the number of rows.",
-                    )
-                )
-            traces[rows] = program
-        return traces
+        base = graph.program
+        return {
+            rows: align(base, base if rows == base.rows else trace(self.who, example, rows))
+            for rows in sorted(sizes)
+        }
 
     # --- arrays -------------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rannc_jax.contract import Remat
+from rannc_jax.ir.align import Aligned
 from rannc_jax.ir.batch import LossKind, RowLayout
 from rannc_jax.ir.graph import Graph, written_state
 from rannc_jax.ir.roles import OutputKind, Role
-from rannc_jax.ir.trace import Program
 from rannc_jax.runtime.loss import combine_free, combine_rows, divisor_function, total_loss
 from rannc_jax.runtime.optimizer import grad_dtype
 from rannc_jax.runtime.ops import Key, Op, OpKind
@@ -119,7 +119,7 @@ class StepLowering:
     Args:
         graph: of the function.
         layout: where the work goes.
-        traces: the function traced with the rows each stage's program sees (rows -> program).
+        traces: the function traced with the rows each stage's program sees (rows -> trace).
         batch_grads: batch inputs whose gradient is asked for.
         train: with backward; else forward only.
     """
@@ -128,7 +128,7 @@ class StepLowering:
         self,
         graph: Graph,
         layout: Layout,
-        traces: Mapping[int, Program],
+        traces: Mapping[int, Aligned],
         *,
         batch_grads: frozenset[int] = frozenset(),
         train: bool = True,
@@ -202,7 +202,7 @@ class StepLowering:
                 owner[v] = readers[0] if readers else 0
         return owner
 
-    def _code(self, stage: int, traces: Mapping[int, Program]) -> StagePrograms:
+    def _code(self, stage: int, traces: Mapping[int, Aligned]) -> StagePrograms:
         layout, shape = self.layout, self.shapes[stage]
         mesh = layout.meshes[stage]
         rows = layout.rows // mesh.size if layout.spread is Spread.PER_REPLICA else layout.rows

@@ -106,9 +106,7 @@ def _weight(who: Subject, prepared: Prepared, params: Any, part: Any, keywords: 
         Role.RNG: keywords["rng"],
     }
     arrays = [x for role in given if _takes(who, role) for x in jax.tree.leaves(given[role])]
-    core = program.jaxpr.jaxpr
-    info = core.debug_info._replace(result_paths=None)
-    whole = core.replace(outvars=[program.vars[rule.weight]], debug_info=info)
+    whole = program.jaxpr.jaxpr.replace(outvars=[program.vars[rule.weight]])
     (weight,) = jax.core.eval_jaxpr(whole, program.jaxpr.consts, *arrays, *program.const_values)
     return weight.astype(jnp.float32)
 

@@ -12,7 +12,7 @@ a leading replica dim of size 1 in the program and `num_replicas` outside ("stac
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rannc_jax.contract import Remat
+from rannc_jax.ir.align import Aligned
 from rannc_jax.ir.autodiff import Differentiated, differentiate, stage_function
 from rannc_jax.ir.batch import Dependence, RowLayout
 from rannc_jax.ir.evaluate import Hook
@@ -149,7 +150,7 @@ class StagePrograms:
 
     Args:
         graph: of the function.
-        program: its trace with the rows one program sees: those of a replica (per replica) or of a
+        aligned: its trace with the rows one program sees: those of a replica (per replica) or of a
             microbatch (sharded).
         shape: what the stage reads and makes.
         mesh: its sub-mesh.
@@ -164,7 +165,7 @@ class StagePrograms:
     def __init__(
         self,
         graph: Graph,
-        program: Program,
+        aligned: Aligned,
         shape: StageShape,
         mesh: Mesh,
         spread: Spread,
@@ -175,18 +176,24 @@ class StagePrograms:
         masked: bool = False,
         mask_scale: bool = False,
     ) -> None:
-        self.graph, self.program, self.shape, self.mesh = graph, program, shape, mesh
+        self.graph, self.program, self.shape, self.mesh = graph, aligned.program, shape, mesh
+        self._part = aligned.slice(shape.part)
+        self._blocks = [aligned.slice(block) for block in shape.blocks]
         self.spread, self.seeding, self.masked = spread, seeding, masked
         self._mask_scale = mask_scale
         self._wanted = {*shape.accumulated, *batch_grads} | {v for v in shape.crossing_in if v in graph.flows}
         info = graph.info
         self._random = {
-            e: layout
+            aligned.equation(e): layout
             for e, layout in info.random.items()
             if e in shape.part.equations and spread is Spread.PER_REPLICA and mesh.size > 1
         }
         masks = info.row_masks or ()
-        self._masks = [m for m in masks if m.equation in shape.part.equations] if masked else []
+        self._masks = [
+            replace(m, equation=aligned.equation(m.equation))
+            for m in masks
+            if masked and m.equation in shape.part.equations
+        ]
         self._remat = remat
 
     @property
@@ -211,8 +218,7 @@ class StagePrograms:
     @functools.cached_property
     def diff(self) -> Differentiated:
         """Forward and backward of the stage at this number of rows."""
-        part = self.shape.part
-        shapes = avals(self.program, part.inputs)
+        shapes = avals(self.program, self._part.inputs)
         shapes.append(jax.ShapeDtypeStruct((), jnp.int32))
         if self.masked:
             shapes.append(jax.ShapeDtypeStruct((self.program.rows,), jnp.bool_))
@@ -223,7 +229,7 @@ class StagePrograms:
         num = len(self.shape.part.inputs)
         part, valid = values[num], values[num + 1] if self.masked else None
         run = stage_function(
-            self.program, self.shape.part, self.shape.blocks, self._remat, self._hooks(part, valid)
+            self.program, self._part, self._blocks, self._remat, self._hooks(part, valid)
         )
         return run(values[:num])
 
@@ -246,7 +252,7 @@ class StagePrograms:
         num_inputs = len(self.shape.part.inputs)
 
         def run(*args: Any) -> tuple[Any, ...]:
-            values = [*args[:num_inputs], self._part(), *args[num_inputs:]]
+            values = [*args[:num_inputs], self._number(), *args[num_inputs:]]
             if residuals:
                 outs, kept = self.diff.forward(values)
             else:
@@ -333,7 +339,7 @@ class StagePrograms:
 
     def accumulator_shape(self, value: int) -> tuple[int, ...]:
         """Shape of the accumulator of a parameter or prologue value."""
-        shape = tuple(self.program.vars[value].aval.shape)
+        shape = tuple(self.graph.program.vars[value].aval.shape)
         return (self.mesh.size, *shape) if self._per_replica else shape
 
     # --- how values lie -----------------------------------------------------------------------
@@ -396,13 +402,13 @@ class StagePrograms:
     def _unstack(self, x: Any) -> Any:
         return x[0] if self._per_replica else x
 
-    def _part(self) -> Any:
+    def _number(self) -> Any:
         return jax.lax.axis_index(DATA_AXIS) if self._per_replica else jnp.int32(0)
 
     def _with_part(self, inputs: list[Any], held: Sequence[int]) -> list[Any]:
         """Inputs the backward reads, the replica's number among them where it is read."""
         by_position = dict(zip(held, inputs, strict=True))
-        return [by_position[i] if i in by_position else self._part() for i in self.diff.held]
+        return [by_position[i] if i in by_position else self._number() for i in self.diff.held]
 
     def _loss_dtype(self) -> Any:
         assert self.seeding is not None
@@ -448,7 +454,8 @@ def finish_program(programs: StagePrograms) -> Compiled:
     The one reduction over replicas a step, the division by the total weight, and the transpose of the
     prologue.
     """
-    shape, program, graph = programs.shape, programs.program, programs.graph
+    shape, graph = programs.shape, programs.graph
+    program = graph.program
     direct = {v: v for v in shape.accumulated if v < len(program.inputs)}
     casts = _casts_of_parameters(program, shape)
     made = [v for v in shape.accumulated if v not in direct and v not in casts]

@@ -1,40 +1,21 @@
-"""Small networks as graphs, with the batch analysis written by hand."""
+"""Small networks as graphs."""
 
 import jax
 import jax.numpy as jnp
 
-from rannc_jax.ir.batch import BatchInfo, Dependence, LossKind, LossRule, RowLayout
+from rannc_jax.ir import prepare
 from rannc_jax.ir.example import make_example, subject
-from rannc_jax.ir.graph import Graph, build_graph
-from rannc_jax.ir.trace import Program, trace
+from rannc_jax.ir.graph import Graph
 
 
 def shape(*dims, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def graph_of(fn, params, batch, rows=(4, 8), **keywords) -> Graph:
+def graph_of(fn, params, batch, **keywords) -> Graph:
     """Trace at two numbers of rows and build the graph."""
-    who = subject(fn)
-    example = make_example(who, params, batch, **keywords)
-    first, second = (trace(who, example, n) for n in rows)
-    return build_graph(first, second, batch_info(first, second))
-
-
-def batch_info(first: Program, second: Program) -> BatchInfo:
-    """Rows lie where the two traces differ in shape."""
-    layouts = []
-    for a, b in zip(first.vars, second.vars, strict=True):
-        dims = [d for d, (m, n) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if m != n]
-        layouts.append(RowLayout(dims[0]) if dims else None)
-    return BatchInfo(
-        layouts=tuple(layouts),
-        dependence=tuple(Dependence.ROWS if layout else Dependence.FREE for layout in layouts),
-        loss=LossRule(kind=LossKind.MEAN),
-        couplings=(),
-        row_masks=(),
-        random={},
-    )
+    who = subject(fn, is_loss=keywords.pop("is_loss", True))
+    return prepare(who, make_example(who, params, batch, **keywords))
 
 
 def mlp_params(width=64, depth=3):

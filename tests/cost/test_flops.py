@@ -110,8 +110,8 @@ def test_the_rate_follows_dtype_and_precision():
 def test_slices_and_scatters_move_only_what_they_touch():
     big, rows = jnp.ones((1000, 16)), jnp.arange(4)
     assert work(only_equation(lambda x: x[3:5], big)).reads == (2 * 16 * 4,)
-    gather = [e for e in jax.make_jaxpr(lambda x, i: x.at[i].get(mode="clip"))(big, rows).eqns]
-    picked = next(e for e in gather if e.primitive.name == "gather")
+    eqns = jax.make_jaxpr(lambda x, i: x.at[i].get(mode="clip"))(big, rows).eqns
+    picked = next(e for e in eqns if e.primitive.name == "gather")
     assert work(picked).reads[0] == 4 * 16 * 4
     added = jax.make_jaxpr(lambda x, i: x.at[i].add(1.0))(big, rows).eqns[-1]
     assert added.primitive.name.startswith("scatter")

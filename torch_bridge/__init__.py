@@ -1,0 +1,11 @@
+"""PyTorch modules in JAX, unchanged: `convert(module, args)` and what comes back, a `JaxModule`.
+
+Importing this package changes nothing in torch: no device is registered, nothing is patched.
+"""
+
+from torch_bridge.convert import convert as convert
+from torch_bridge.errors import BridgeError as BridgeError
+from torch_bridge.errors import UnsupportedOpError as UnsupportedOpError
+from torch_bridge.lowerings.registry import register_lowering as register_lowering
+from torch_bridge.module import JaxModule as JaxModule
+from torch_bridge.module import ModuleLoss as ModuleLoss

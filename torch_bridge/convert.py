@@ -1,0 +1,110 @@
+"""The way in: a torch module and an example call become a `JaxModule`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from torch_bridge import lowerings  # noqa: F401 - fills the registry
+from torch_bridge.export import Exportable
+from torch_bridge.inputs import describe
+from torch_bridge.module import JaxModule
+from torch_bridge.programs import make_programs
+from torch_bridge.signature import names_of
+from torch_bridge.tensors import to_jax
+
+
+def convert(
+    module: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    batch_dims: Any = None,
+) -> JaxModule:
+    """Turn a PyTorch module into pure JAX functions, as it stands in train or eval mode.
+
+    One conversion serves every batch size; another sequence length is exported when it is first met.
+    The module is not changed, and later changes to its values are not seen.
+
+    Args:
+        module: any module that `torch.export` can follow.
+        args: example positional arguments; batches of two rows or more are best.
+        kwargs: example keyword arguments.
+        loss: a torch callable on (outputs, *arguments that `forward` does not take). Without it the loss
+            is the module's scalar output, or its `.loss`.
+        batch_dims: structure of the call with the dim of each tensor that carries the batch rows, or
+            None; found by itself if left out.
+
+    Raises:
+        BridgeError: for what torch.export cannot follow, with the source line.
+        UnsupportedOpError: for operators without a lowering.
+
+    Example:
+        >>> import torch, jax
+        >>> jax_module = convert(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
+        >>> out, _ = jax_module.apply(jax_module.params, jax_module.buffers, jax.numpy.ones((7, 3)))
+        >>> out.shape
+        (7, 2)
+    """
+    inputs = describe(module, tuple(args), dict(kwargs or {}), loss)
+    names = names_of(module)
+    wrapper = Exportable(module, inputs, loss)
+    stated = None if batch_dims is None else tuple(inputs.bind_batch(batch_dims, partial=True))
+    programs = make_programs(wrapper, names, inputs.tensors, stated)
+    written = set(programs.first.signature.written)
+    _share_classes(programs.first.returned.spec)
+
+    def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {name: to_jax(tensor, what=name) for name, tensor in tensors.items()}
+
+    buffers = arrays(names.buffers)
+    return JaxModule(
+        params=arrays(names.params),
+        frozen=arrays(names.frozen),
+        model_state={name: value for name, value in buffers.items() if name in written},
+        constants={name: value for name, value in buffers.items() if name not in written},
+        aliases=dict(names.aliases),
+        batch=inputs.batch([to_jax(t, what=path) for t, path in zip(inputs.tensors, inputs.paths, strict=True)]),
+        batch_dims=inputs.batch(programs.dims),
+        programs=programs,
+    )
+
+
+class _Context:
+    """torch's pytree context (often a list of keys) in the hashable form that JAX wants."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def _share_classes(spec: Any) -> None:
+    """Register with JAX the output classes that torch knows as pytrees."""
+    for child in spec.children():
+        _share_classes(child)
+    cls = spec.type
+    if not isinstance(cls, type):
+        return
+    node = torch_pytree.SUPPORTED_NODES.get(cls)
+    if node is None:
+        return
+
+    def flatten(value: Any) -> tuple[tuple[Any, ...], _Context]:
+        children, context = node.flatten_fn(value)
+        return tuple(children), _Context(context)
+
+    def unflatten(context: _Context, children: Any) -> Any:
+        return node.unflatten_fn(list(children), context.value)
+
+    try:
+        jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    except ValueError:
+        pass  # JAX knows it already

@@ -1,0 +1,234 @@
+"""Reading and writing by index: embedding, gather, scatter, advanced indexing.
+
+torch promises nothing about an index out of bounds (it raises); here reads are clamped to the bounds
+that JAX's default gives. Negative indices count from the end in `index` and `index_put` only.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_bridge.errors import BridgeError, message
+from torch_bridge.lowerings.registry import lowering
+
+aten = torch.ops.aten
+
+
+@lowering(aten.embedding.default)
+def embedding(
+    weight: Any,
+    index: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """The padding row gets no gradient."""
+    del sparse
+    if scale_grad_by_freq:
+        raise BridgeError(message("embedding(scale_grad_by_freq=True) has no lowering."))
+    rows = jnp.take(weight, index, axis=0, mode="clip")
+    if padding_idx < 0:
+        return rows
+    return jnp.where((index == padding_idx)[..., None], lax.stop_gradient(rows), rows)
+
+
+@lowering(aten.gather.default)
+def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    del sparse_grad
+    if not x.ndim:
+        return jnp.broadcast_to(x, index.shape)
+    if not index.ndim:
+        return gather(x, dim, index.reshape(1)).reshape(())
+    dim %= x.ndim
+    # Index may be smaller than x in the other dims; torch reads the leading part there.
+    cut = tuple(slice(None) if d == dim else slice(0, size) for d, size in enumerate(index.shape))
+    return jnp.take_along_axis(x[cut], index, dim, mode="clip")
+
+
+@lowering(aten.take_along_dim.default)
+def take_along_dim(x: Any, index: Any, dim: int | None = None) -> Any:
+    return jnp.take_along_axis(x, index, dim)
+
+
+@lowering(aten.index_select.default)
+def index_select(x: Any, dim: int, index: Any) -> Any:
+    if not x.ndim:
+        return x
+    out = jnp.take(x, index.reshape(-1), axis=dim, mode="clip")
+    return out
+
+
+@lowering(aten.take.default)
+def take(x: Any, index: Any) -> Any:
+    return x.reshape(-1)[index]
+
+
+def _where(indices: Sequence[Any]) -> tuple[Any, ...]:
+    for index in indices:
+        if index is not None and index.dtype == bool:
+            raise BridgeError(
+                message(
+                    "indexing with a boolean mask has a shape that depends on data.",
+                    hint="use torch.where(mask, x, fill), or multiply by the mask",
+                )
+            )
+    return tuple(slice(None) if index is None else index for index in indices)
+
+
+@lowering(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(x: Any, indices: Sequence[Any]) -> Any:
+    return x[_where(indices)]
+
+
+@lowering(
+    aten.index_put.default, aten._unsafe_index_put.default
+)
+def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *_: Any) -> Any:
+    values = values.astype(x.dtype)
+    masks = [i for i in indices if i is not None and i.dtype == bool]
+    if masks:
+        return _masked_put(x, indices, values, accumulate)
+    place = x.at[_where(indices)]
+    return place.add(values) if accumulate else place.set(values)
+
+
+def _masked_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
+    """`x[mask] = values` keeps its shape if the values broadcast: it is a where."""
+    first = next(i for i, index in enumerate(indices) if index is not None)
+    if any(index is not None for index in indices[first + 1 :]) or values.size != 1:
+        _where(indices)
+    mask = indices[first]
+    mask = mask.reshape((1,) * first + mask.shape + (1,) * (x.ndim - first - mask.ndim))
+    value = values.reshape(())
+    return jnp.where(mask, x + value if accumulate else value, x)
+
+
+def _along(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
+    """Full index arrays of the elements that a scatter along `dim` touches."""
+    grids = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
+    grids[dim % x.ndim] = index
+    return tuple(grids)
+
+
+def _scatter_place(x: Any, dim: int, index: Any, source: Any) -> tuple[Any, Any]:
+    if not x.ndim:
+        return x.reshape(1).at[index.reshape(-1)], jnp.reshape(source, (-1,))
+    if isinstance(source, jax.Array) and source.ndim:
+        source = source[tuple(slice(0, size) for size in index.shape)]
+    return x.at[_along(x, dim, index)], source
+
+
+@lowering(aten.scatter.src, aten.scatter.value)
+def scatter(x: Any, dim: int, index: Any, source: Any) -> Any:
+    source = jnp.asarray(source, x.dtype)
+    place, source = _scatter_place(x, dim, index, source)
+    return place.set(source).reshape(x.shape)
+
+
+@lowering(aten.scatter_add.default)
+def scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
+    place, source = _scatter_place(x, dim, index, source)
+    return place.add(source).reshape(x.shape)
+
+
+@lowering(aten.scatter.reduce, aten.scatter.value_reduce)
+def scatter_reduce_old(x: Any, dim: int, index: Any, source: Any, *, reduce: str) -> Any:
+    place, source = _scatter_place(x, dim, index, jnp.asarray(source, x.dtype))
+    return (place.add(source) if reduce == "add" else place.multiply(source)).reshape(x.shape)
+
+
+@lowering(aten.scatter_reduce.two)
+def scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    start = x if include_self else _scatter_place(x, dim, index, None)[0].set(_neutral(reduce, x)).reshape(x.shape)
+    place, source = _scatter_place(start, dim, index, source)
+    combine = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}[reduce]
+    out = getattr(place, combine)(source).reshape(x.shape)
+    if reduce != "mean":
+        return out
+    count = jnp.ones(x.shape, x.dtype) if include_self else jnp.zeros(x.shape, x.dtype)
+    place, ones = _scatter_place(count, dim, index, jnp.ones(index.shape, x.dtype))
+    count = jnp.maximum(place.add(ones).reshape(x.shape), 1)
+    return out // count if jnp.issubdtype(x.dtype, jnp.integer) else out / count
+
+
+def _neutral(reduce: str, x: Any) -> Any:
+    info = jnp.finfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype)
+    infinite = jnp.issubdtype(x.dtype, jnp.floating)
+    return {
+        "sum": 0,
+        "mean": 0,
+        "prod": 1,
+        "amax": -jnp.inf if infinite else info.min,
+        "amin": jnp.inf if infinite else info.max,
+    }[reduce]
+
+
+@lowering(aten.index_add.default)
+def index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+    if not x.ndim:
+        return x + jnp.sum(source) * alpha
+    where = (slice(None),) * (dim % x.ndim) + (index.reshape(-1),)
+    return x.at[where].add(source if alpha == 1 else source * jnp.asarray(alpha, source.dtype))
+
+
+@lowering(aten.index_copy.default)
+def index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
+    if not x.ndim:
+        return source.reshape(())
+    return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].set(source)
+
+
+@lowering(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
+    if not x.ndim:
+        return jnp.asarray(value, x.dtype)
+    return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].set(jnp.asarray(value, x.dtype))
+
+
+@lowering(aten.one_hot.default)
+def one_hot(index: Any, num_classes: int = -1) -> Any:
+    if num_classes < 0:
+        raise BridgeError(
+            message("one_hot without num_classes has a shape that depends on data.", hint="pass num_classes")
+        )
+    return jax.nn.one_hot(index, num_classes, dtype=index.dtype)
+
+
+@lowering(aten.bucketize.Tensor)
+def bucketize(x: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+    del out_int32
+    return jnp.searchsorted(boundaries, x, side="right" if right else "left")
+
+
+@lowering(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(
+    weight: Any,
+    index: Any,
+    offsets: Any,
+    _scale: bool = False,
+    mode: int = 0,
+    _sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Any, ...]:
+    """(bags, ...): sum, mean or max (mode 0, 1, 2) of the rows between offsets."""
+    starts = offsets[:-1] if include_last_offset else offsets
+    num_bags = starts.shape[0]
+    bag = jnp.searchsorted(starts, jnp.arange(index.shape[0]), side="right") - 1
+    valid = index != padding_idx if padding_idx >= 0 else jnp.ones(index.shape, bool)
+    rows = weight[index]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[:, None]
+    counts = jax.ops.segment_sum(valid.astype(weight.dtype), bag, num_bags)
+    if mode == 2:
+        rows = jnp.where(valid[:, None], rows, -jnp.inf)
+        out = jnp.where((counts > 0)[:, None], jax.ops.segment_max(rows, bag, num_bags), 0)
+    else:
+        out = jax.ops.segment_sum(jnp.where(valid[:, None], rows, 0), bag, num_bags)
+        out = out / jnp.maximum(counts, 1)[:, None] if mode == 1 else out
+    return out, bag, counts, counts

@@ -1,0 +1,178 @@
+"""Losses. Reductions are plain: a masked mean is sum(values * mask) / sum(mask), nothing hidden.
+
+`reduction` is torch's number: 0 none, 1 mean, 2 sum.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import accumulation, promote
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def reduced(values: Any, reduction: int) -> Any:
+    if reduction == MEAN:
+        return jnp.mean(values)
+    return jnp.sum(values) if reduction == SUM else values
+
+
+def _class_dim(x: Any) -> int:
+    return 0 if x.ndim == 1 else 1
+
+
+def _picked(values: Any, target: Any, dim: int) -> Any:
+    """values[target] along dim: a masked sum, which fuses and needs no scatter on the way back."""
+    classes = lax.broadcasted_iota(target.dtype, values.shape, dim)
+    hit = classes == jnp.expand_dims(target, dim)
+    return jnp.sum(jnp.where(hit, values, jnp.zeros_like(values)), dim)
+
+
+@lowering(aten.cross_entropy_loss.default)
+def cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Logits `[batch, classes, ...]`; target of class indices `[batch, ...]` or of probabilities."""
+    dim = _class_dim(x)
+    logits = x.astype(accumulation(x.dtype))
+    normaliser = jax.nn.logsumexp(logits, dim)
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        return _soft_cross_entropy(logits, normaliser, target, weight, reduction, label_smoothing, dim)
+    valid = target != ignore_index
+    target = jnp.where(valid, target, 0)
+    loss = normaliser - _picked(logits, target, dim)
+    importance = valid.astype(logits.dtype)
+    if weight is not None:
+        importance = importance * jnp.take(weight, target, axis=0, mode="clip")
+    loss = loss * importance
+    if label_smoothing:
+        loss = _smoothed(loss, logits, normaliser, weight, valid, label_smoothing, dim)
+    if reduction == MEAN:
+        return jnp.sum(loss) / jnp.sum(importance)
+    return jnp.sum(loss) if reduction == SUM else loss
+
+
+def _smoothed(
+    loss: Any, logits: Any, normaliser: Any, weight: Any, valid: Any, smoothing: float, dim: int
+) -> Any:
+    """(1 - smoothing) * loss + smoothing * mean over classes of their weighted loss."""
+    classes = logits.shape[dim]
+    if weight is None:
+        uniform = classes * normaliser - jnp.sum(logits, dim)
+    else:
+        weights = weight.reshape([-1 if d == dim else 1 for d in range(logits.ndim)])
+        uniform = jnp.sum(weight) * normaliser - jnp.sum(logits * weights, dim)
+    uniform = jnp.where(valid, uniform, jnp.zeros_like(uniform))
+    return (1 - smoothing) * loss + (smoothing / classes) * uniform
+
+
+def _soft_cross_entropy(
+    logits: Any, normaliser: Any, target: Any, weight: Any, reduction: int, smoothing: float, dim: int
+) -> Any:
+    target = target.astype(logits.dtype)
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / logits.shape[dim]
+    if weight is not None:
+        target = target * weight.reshape([-1 if d == dim else 1 for d in range(logits.ndim)])
+    loss = normaliser * jnp.sum(target, dim) - jnp.sum(target * logits, dim)
+    if reduction == MEAN:
+        return jnp.sum(loss) / max(math.prod(loss.shape), 1)
+    return jnp.sum(loss) if reduction == SUM else loss
+
+
+@lowering(aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
+def nll_loss(x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100) -> Any:
+    return nll_loss_forward(x, target, weight, reduction, ignore_index)[0]
+
+
+@lowering(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss_forward(
+    x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> tuple[Any, Any]:
+    """(loss, total weight)."""
+    valid = target != ignore_index
+    target = jnp.where(valid, target, 0)
+    importance = valid.astype(x.dtype)
+    if weight is not None:
+        importance = importance * jnp.take(weight, target, axis=0, mode="clip")
+    loss = -_picked(x, target, _class_dim(x)) * importance
+    total = jnp.sum(importance)
+    if reduction == MEAN:
+        return jnp.sum(loss) / total, total
+    return (jnp.sum(loss) if reduction == SUM else loss), total
+
+
+@lowering(aten.mse_loss.default)
+def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Any:
+    x, target = promote(x, target)
+    return reduced(jnp.square(x - target), reduction)
+
+
+@lowering(aten.l1_loss.default)
+def l1_loss(x: Any, target: Any, reduction: int = MEAN) -> Any:
+    x, target = promote(x, target)
+    return reduced(jnp.abs(x - target), reduction)
+
+
+@lowering(aten.smooth_l1_loss.default)
+def smooth_l1_loss(x: Any, target: Any, reduction: int = MEAN, beta: float = 1.0) -> Any:
+    if beta == 0:
+        return l1_loss(x, target, reduction)
+    error = jnp.abs(x - target)
+    return reduced(jnp.where(error < beta, jnp.square(error) * (0.5 / beta), error - 0.5 * beta), reduction)
+
+
+@lowering(aten.huber_loss.default)
+def huber_loss(x: Any, target: Any, reduction: int = MEAN, delta: float = 1.0) -> Any:
+    error = jnp.abs(x - target)
+    inside = 0.5 * jnp.square(error)
+    return reduced(jnp.where(error <= delta, inside, delta * (error - 0.5 * delta)), reduction)
+
+
+@lowering(aten.binary_cross_entropy.default)
+def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int = MEAN) -> Any:
+    """Logarithms are cut off at -100, as torch does."""
+    loss = -(target * jnp.maximum(jnp.log(x), -100) + (1 - target) * jnp.maximum(jnp.log1p(-x), -100))
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@lowering(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(
+    x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = MEAN
+) -> Any:
+    log_weight = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
+    loss = (1 - target) * x - log_weight * jax.nn.log_sigmoid(x)
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@lowering(aten.kl_div.default)
+def kl_div(x: Any, target: Any, reduction: int = MEAN, *, log_target: bool = False) -> Any:
+    if log_target:
+        return reduced(jnp.exp(target) * (target - x), reduction)
+    return reduced(jax.scipy.special.xlogy(target, target) - target * x, reduction)
+
+
+@lowering(aten.soft_margin_loss.default)
+def soft_margin_loss(x: Any, target: Any, reduction: int = MEAN) -> Any:
+    return reduced(jnp.log1p(jnp.exp(-target * x)), reduction)
+
+
+@lowering(aten.poisson_nll_loss.default)
+def poisson_nll_loss(x: Any, target: Any, log_input: bool, is_full: bool, eps: float, reduction: int) -> Any:
+    loss = jnp.exp(x) - target * x if log_input else x - target * jnp.log(x + eps)
+    if is_full:
+        stirling = target * jnp.log(target) - target + 0.5 * jnp.log(2 * math.pi * target)
+        loss = loss + jnp.where(target > 1, stirling, jnp.zeros_like(target))
+    return reduced(loss, reduction)

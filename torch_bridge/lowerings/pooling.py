@@ -1,0 +1,243 @@
+"""Pooling and resampling, in torch's layout: leading dims, then space."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torch_bridge.lowerings.registry import lowering
+
+aten = torch.ops.aten
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * count if len(values) == 1 else values
+
+
+def _extra_end(size: int, kernel: int, stride: int, pad: int, dilation: int, ceil_mode: bool) -> int:
+    """Padding to add at the end so that a window that starts inside is kept (ceil_mode)."""
+    reach = size + 2 * pad - dilation * (kernel - 1) - 1
+    count = reach // stride + 1
+    if ceil_mode and reach % stride:
+        count += 1
+        if (count - 1) * stride >= size + pad:  # a window must start inside the input or its left padding
+            count -= 1
+    return max((count - 1) * stride + dilation * (kernel - 1) + 1 - size - 2 * pad, 0)
+
+
+def _windows(x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+    kernel = _each(kernel, space)
+    stride = _each(stride, space) if stride else kernel
+    padding, dilation = _each(padding, space), _each(dilation, space)
+    lead = x.ndim - space
+    ends = [
+        _extra_end(size, k, s, p, d, ceil_mode)
+        for size, k, s, p, d in zip(x.shape[lead:], kernel, stride, padding, dilation, strict=True)
+    ]
+    return dict(
+        window_dimensions=(1,) * lead + kernel,
+        window_strides=(1,) * lead + stride,
+        padding=[(0, 0)] * lead + [(p, p + e) for p, e in zip(padding, ends, strict=True)],
+        window_dilation=(1,) * lead + dilation,
+    )
+
+
+def _max_pool(space: int) -> Any:
+    def pool(
+        x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> Any:
+        windows = _windows(x, space, kernel, stride, padding, dilation, ceil_mode)
+        return lax.reduce_window(x, _lowest(x.dtype), lax.max, **windows)
+
+    return pool
+
+
+def _lowest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.array(-np.inf, dtype)
+    return np.array(jnp.iinfo(dtype).min, dtype)
+
+
+for _space, _op in enumerate((aten.max_pool1d, aten.max_pool2d, aten.max_pool3d), 1):
+    lowering(_op.default)(_max_pool(_space))
+
+
+def _max_pool_with_indices(space: int) -> Any:
+    def pool(
+        x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> tuple[Any, Any]:
+        """(maxima, flat positions of them within the space of each channel)."""
+        windows = _windows(x, space, kernel, stride, padding, dilation, ceil_mode)
+        lead = x.ndim - space
+        flat = jnp.arange(math.prod(x.shape[lead:]), dtype=np.int32).reshape(x.shape[lead:])
+        flat = jnp.broadcast_to(flat, x.shape)
+
+        def larger(a: Any, b: Any) -> Any:
+            take = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+            return jnp.where(take, b[0], a[0]), jnp.where(take, b[1], a[1])
+
+        start = (_lowest(x.dtype), np.int32(np.iinfo(np.int32).max))
+        _, index = lax.reduce_window((lax.stop_gradient(x), flat), start, larger, **windows)
+        rows = x.reshape(*x.shape[:lead], -1)
+        values = jnp.take_along_axis(rows, index.reshape(*x.shape[:lead], -1), -1, mode="clip")
+        return values.reshape(index.shape), index
+
+    return pool
+
+
+for _space, _op in enumerate(
+    (aten.max_pool1d_with_indices, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices), 1
+):
+    lowering(_op.default)(_max_pool_with_indices(_space))
+
+
+def _avg_pool(space: int) -> Any:
+    def pool(
+        x: Any,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)
+        zero = np.zeros((), x.dtype)
+        total = lax.reduce_window(x, zero, lax.add, **windows)
+        if divisor_override is not None:
+            return total / divisor_override
+        return total / _counts(x, space, windows, padding, count_include_pad)
+
+    return pool
+
+
+def _counts(x: Any, space: int, windows: Any, padding: Any, include_pad: bool) -> Any:
+    """How many elements each window averages; what ceil_mode adds beyond the padding never counts."""
+    lead = x.ndim - space
+    size = x.shape[lead:]
+    pads = _each(padding, space)
+    inside = np.ones(size, np.float32)
+    wide = np.pad(inside, [(p, p) for p in pads], constant_values=1.0 if include_pad else 0.0)
+    for dim, (_, end) in enumerate(windows["padding"][lead:]):
+        extra = [(0, 0)] * space
+        extra[dim] = (0, end - pads[dim])
+        wide = np.pad(wide, extra)
+    kernel, stride = windows["window_dimensions"][lead:], windows["window_strides"][lead:]
+    counted = np.lib.stride_tricks.sliding_window_view(wide, kernel)
+    counted = counted[tuple(slice(None, None, s) for s in stride)]
+    return jnp.asarray(counted.sum(tuple(range(-space, 0))), x.dtype)
+
+
+for _space, _op in enumerate((aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d), 1):
+    lowering(_op.default)(_avg_pool(_space))
+
+
+def _bins(size: int, count: int) -> list[tuple[int, int]]:
+    """torch's adaptive bins: from floor(i * size / count) to ceil((i + 1) * size / count)."""
+    return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+
+
+def _adaptive(x: Any, output_size: Any, space: int, reduce: Any) -> Any:
+    for offset, count in enumerate(_each(output_size, space)):
+        dim = x.ndim - space + offset
+        size = x.shape[dim]
+        if count is None or count == size:
+            continue
+        if size % count == 0:
+            x = reduce(x.reshape(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :]), dim + 1)
+        else:
+            parts = [reduce(lax.slice_in_dim(x, a, b, axis=dim), dim) for a, b in _bins(size, count)]
+            x = jnp.stack(parts, dim)
+    return x
+
+
+@lowering(aten.adaptive_avg_pool1d.default)
+def adaptive_avg_pool1d(x: Any, output_size: Any) -> Any:
+    return _adaptive(x, output_size, 1, jnp.mean)
+
+
+@lowering(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)
+def adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
+    return _adaptive(x, output_size, 2, jnp.mean)
+
+
+@lowering(aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default)
+def adaptive_avg_pool3d(x: Any, output_size: Any) -> Any:
+    return _adaptive(x, output_size, 3, jnp.mean)
+
+
+def _source_positions(count: int, size: int, scale: float | None, align_corners: bool) -> np.ndarray:
+    """Where output positions lie in the input, as real numbers."""
+    index = np.arange(count, dtype=np.float64)
+    if align_corners:
+        return index * ((size - 1) / (count - 1) if count > 1 else 0.0)
+    factor = size / count if scale is None or scale <= 0 else 1.0 / scale
+    return (index + 0.5) * factor - 0.5
+
+
+def _linear_matrix(count: int, size: int, scale: float | None, align_corners: bool) -> np.ndarray:
+    position = np.clip(_source_positions(count, size, scale, align_corners), 0, size - 1)
+    low = np.floor(position).astype(np.int64)
+    high = np.minimum(low + 1, size - 1)
+    matrix = np.zeros((count, size))
+    np.add.at(matrix, (np.arange(count), low), 1 - (position - low))
+    np.add.at(matrix, (np.arange(count), high), position - low)
+    return matrix
+
+
+def _interpolated(x: Any, dim: int, matrix: np.ndarray) -> Any:
+    out = jnp.tensordot(x, jnp.asarray(matrix, x.dtype), ((dim,), (1,)), precision=lax.Precision.HIGHEST)
+    return jnp.moveaxis(out, -1, dim)
+
+
+def _linear(x: Any, size: Sequence[int], align_corners: bool, scales: Sequence[float | None]) -> Any:
+    for offset, (count, scale) in enumerate(zip(size, scales, strict=True)):
+        dim = x.ndim - len(size) + offset
+        x = _interpolated(x, dim, _linear_matrix(count, x.shape[dim], scale, align_corners))
+    return x
+
+
+@lowering(aten.upsample_linear1d.default)
+def upsample_linear1d(x: Any, size: Any, align_corners: bool, scale: Any = None) -> Any:
+    return _linear(x, size, align_corners, (scale,))
+
+
+@lowering(aten.upsample_bilinear2d.default)
+def upsample_bilinear2d(x: Any, size: Any, align_corners: bool, height: Any = None, width: Any = None) -> Any:
+    return _linear(x, size, align_corners, (height, width))
+
+
+@lowering(aten.upsample_trilinear3d.default)
+def upsample_trilinear3d(
+    x: Any, size: Any, align_corners: bool, depth: Any = None, height: Any = None, width: Any = None
+) -> Any:
+    return _linear(x, size, align_corners, (depth, height, width))
+
+
+def _nearest(x: Any, size: Sequence[int], scales: Sequence[float | None]) -> Any:
+    for offset, (count, scale) in enumerate(zip(size, scales, strict=True)):
+        dim = x.ndim - len(size) + offset
+        factor = np.float32(x.shape[dim] / count if scale is None or scale <= 0 else 1.0 / scale)
+        index = np.minimum(np.floor(np.arange(count, dtype=np.float32) * factor), x.shape[dim] - 1)
+        x = jnp.take(x, jnp.asarray(index, np.int32), axis=dim)
+    return x
+
+
+@lowering(aten.upsample_nearest1d.default)
+def upsample_nearest1d(x: Any, size: Any, scale: Any = None) -> Any:
+    return _nearest(x, size, (scale,))
+
+
+@lowering(aten.upsample_nearest2d.default)
+def upsample_nearest2d(x: Any, size: Any, height: Any = None, width: Any = None) -> Any:
+    return _nearest(x, size, (height, width))
+
+
+@lowering(aten.upsample_nearest3d.default)
+def upsample_nearest3d(x: Any, size: Any, depth: Any = None, height: Any = None, width: Any = None) -> Any:
+    return _nearest(x, size, (depth, height, width))

@@ -1,0 +1,253 @@
+"""Reductions and cumulative operators. Half precision accumulates in float32, as torch's kernels do.
+
+Where several elements share the extreme value, `amax` spreads the gradient evenly and `max` over a dim
+gives it to the element whose index it returns.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import accumulation, floating, jax_dtype
+
+aten = torch.ops.aten
+Dims = Sequence[int] | int | None
+
+
+def dims_of(x: Any, dim: Dims) -> tuple[int, ...]:
+    """Normalised dims; None and () mean all of them."""
+    if dim is None or (isinstance(dim, tuple | list) and not dim):
+        return tuple(range(x.ndim))
+    listed = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(d % x.ndim for d in listed) if x.ndim else ()
+
+
+def _summed_dtype(x: Any, dtype: Any) -> Any:
+    if dtype is not None:
+        return jax_dtype(dtype)
+    integral = x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)
+    return jax_dtype(torch.int64) if integral else x.dtype
+
+
+@lowering(aten.sum.default, aten.sum.dim_IntList)
+def total(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    result = _summed_dtype(x, dtype)
+    return jnp.sum(x.astype(accumulation(result)), dims_of(x, dim), keepdims=keepdim).astype(result)
+
+
+@lowering(aten.nansum.default)
+def nansum(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return total(jnp.where(jnp.isnan(x), jnp.zeros_like(x), x), dim, keepdim, dtype=dtype)
+
+
+@lowering(aten.mean.default, aten.mean.dim)
+def mean(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    result = x.dtype if dtype is None else jax_dtype(dtype)
+    return jnp.mean(x.astype(accumulation(result)), dims_of(x, dim), keepdims=keepdim).astype(result)
+
+
+@lowering(aten.nanmean.default)
+def nanmean(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    del dtype
+    return jnp.nanmean(x, dims_of(x, dim), keepdims=keepdim)
+
+
+@lowering(aten.prod.default)
+def prod(x: Any, *, dtype: Any = None) -> Any:
+    return jnp.prod(x.astype(_summed_dtype(x, dtype)))
+
+
+@lowering(aten.prod.dim_int)
+def prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return jnp.prod(x.astype(_summed_dtype(x, dtype)), dims_of(x, dim), keepdims=keepdim)
+
+
+def _variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Any:
+    dims = dims_of(x, dim)
+    wide = x.astype(accumulation(x.dtype))
+    centred = wide - jnp.mean(wide, dims, keepdims=True)
+    count = math.prod(x.shape[d] for d in dims)
+    squares = jnp.real(centred * jnp.conj(centred)) if jnp.iscomplexobj(x) else jnp.square(centred)
+    free = count - (1 if correction is None else correction)
+    return jnp.sum(squares, dims, keepdims=keepdim) / (free if free > 0 else 0.0)
+
+
+@lowering(aten.var.correction)
+def var(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _variance(x, dim, correction, keepdim)
+
+
+@lowering(aten.std.correction)
+def std(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return jnp.sqrt(_variance(x, dim, correction, keepdim))
+
+
+@lowering(aten.var_mean.correction)
+def var_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
+    return _variance(x, dim, correction, keepdim), mean(x, dim, keepdim)
+
+
+@lowering(aten.std_mean.correction)
+def std_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
+    return std(x, dim, correction=correction, keepdim=keepdim), mean(x, dim, keepdim)
+
+
+@lowering(aten.amax.default)
+def amax(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+    return jnp.max(x, dims_of(x, dim), keepdims=keepdim)
+
+
+@lowering(aten.amin.default)
+def amin(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+    return jnp.min(x, dims_of(x, dim), keepdims=keepdim)
+
+
+@lowering(aten.aminmax.default)
+def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+    return amin(x, dim, keepdim), amax(x, dim, keepdim)
+
+
+lowering(aten.max.default)(jnp.max)
+lowering(aten.min.default)(jnp.min)
+
+
+def _extreme(arg: Callable[..., Any], x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
+    if not x.ndim:
+        return x, jnp.zeros((), jax_dtype(torch.int64))
+    index = arg(lax.stop_gradient(x), dim, keepdims=True)
+    values = jnp.take_along_axis(x, index, dim)
+    return (values, index) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(index, dim))
+
+
+@lowering(aten.max.dim)
+def max_dim(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    return _extreme(jnp.argmax, x, dim, keepdim)
+
+
+@lowering(aten.min.dim)
+def min_dim(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    return _extreme(jnp.argmin, x, dim, keepdim)
+
+
+@lowering(aten.argmax.default)
+def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return _arg(jnp.argmax, x, dim, keepdim)
+
+
+@lowering(aten.argmin.default)
+def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return _arg(jnp.argmin, x, dim, keepdim)
+
+
+def _arg(function: Callable[..., Any], x: Any, dim: int | None, keepdim: bool) -> Any:
+    if not x.ndim:
+        return jnp.zeros((), jax_dtype(torch.int64))
+    return function(x, dim, keepdims=keepdim)
+
+
+@lowering(aten.any.default, aten.any.dim, aten.any.dims)
+def any_of(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+    return jnp.any(x, dims_of(x, dim), keepdims=keepdim)
+
+
+@lowering(aten.all.default, aten.all.dim, aten.all.dims)
+def all_of(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+    return jnp.all(x, dims_of(x, dim), keepdims=keepdim)
+
+
+@lowering(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count_nonzero(x: Any, dim: Dims = None) -> Any:
+    return jnp.sum(x != 0, dims_of(x, dim), dtype=jax_dtype(torch.int64))
+
+
+@lowering(aten.logsumexp.default)
+def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
+    return jax.nn.logsumexp(floating(x), dims_of(x, dim), keepdims=keepdim)
+
+
+def _vector_norm(x: Any, order: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
+    if order == 2 and not jnp.iscomplexobj(x):
+        return _euclidean(x, dims, keepdim)
+    size = jnp.abs(x)
+    if order == math.inf:
+        return jnp.max(size, dims, keepdims=keepdim)
+    if order == -math.inf:
+        return jnp.min(size, dims, keepdims=keepdim)
+    if order == 0:
+        return jnp.sum(x != 0, dims, keepdims=keepdim).astype(size.dtype)
+    if order == 1:
+        return jnp.sum(size, dims, keepdims=keepdim)
+    return jnp.power(jnp.sum(jnp.power(size, order), dims, keepdims=keepdim), 1.0 / order)
+
+
+def _euclidean(x: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
+    """torch's gradient at the zero vector is 0."""
+    squares = jnp.sum(jnp.square(x), dims, keepdims=keepdim)
+    zero = squares == 0
+    return jnp.where(zero, jnp.zeros_like(squares), jnp.sqrt(jnp.where(zero, jnp.ones_like(squares), squares)))
+
+
+@lowering(aten.linalg_vector_norm.default)
+def linalg_vector_norm(
+    x: Any, order: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    result = x.dtype if dtype is None else jax_dtype(dtype)
+    out = _vector_norm(x.astype(accumulation(result)), order, dims_of(x, dim), keepdim)
+    return out.astype(jnp.finfo(result).dtype)
+
+
+@lowering(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+def norm(x: Any, order: Any = 2, dim: Dims = None, keepdim: bool = False) -> Any:
+    return linalg_vector_norm(x, 2 if order is None else order, dim, keepdim)
+
+
+@lowering(aten.cumsum.default)
+def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
+    result = _summed_dtype(x, dtype)
+    return jnp.cumsum(x.astype(accumulation(result)), dim).astype(result) if x.ndim else x.astype(result)
+
+
+@lowering(aten.cumprod.default)
+def cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
+    result = _summed_dtype(x, dtype)
+    return jnp.cumprod(x.astype(result), dim) if x.ndim else x.astype(result)
+
+
+@lowering(aten.logcumsumexp.default)
+def logcumsumexp(x: Any, dim: int) -> Any:
+    return lax.cumlogsumexp(x, dim % x.ndim) if x.ndim else x
+
+
+def _cumulative(x: Any, dim: int, better: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """Running extreme and the latest position that holds it."""
+    if not x.ndim:
+        return x, jnp.zeros((), jax_dtype(torch.int64))
+    position = lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % x.ndim)
+
+    def later(a: Any, b: Any) -> Any:
+        take = better(b[0], a[0])
+        return jnp.where(take, b[0], a[0]), jnp.where(take, b[1], a[1])
+
+    _, index = lax.associative_scan(later, (lax.stop_gradient(x), position), axis=dim)
+    return jnp.take_along_axis(x, index, dim), index
+
+
+@lowering(aten.cummax.default)
+def cummax(x: Any, dim: int) -> tuple[Any, Any]:
+    return _cumulative(x, dim, lambda new, old: (new >= old) | jnp.isnan(new))
+
+
+@lowering(aten.cummin.default)
+def cummin(x: Any, dim: int) -> tuple[Any, Any]:
+    return _cumulative(x, dim, lambda new, old: (new <= old) | jnp.isnan(new))
+
+
+@lowering(aten.trace.default)
+def trace(x: Any) -> Any:
+    return jnp.trace(x, dtype=_summed_dtype(x, None))

@@ -1,0 +1,270 @@
+"""`JaxModule`: a PyTorch module as pure JAX functions over plain dicts.
+
+Trainable parameters, frozen parameters, buffers that forward writes (`model_state`) and buffers that it
+only reads (`constants`) are dicts under torch's names, tied tensors once. Nothing here holds a torch
+tensor that a step could change; the module itself is kept to export it at shapes not seen yet.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from torch_bridge.errors import BridgeError, message
+from torch_bridge.interpret import draws_random, run
+from torch_bridge.programs import Program, Programs
+from torch_bridge.signature import Destination, Source
+from torch_bridge.tensors import to_jax, to_torch
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("loss", "aux", "model_state", "weight"),
+    meta_fields=(),
+)
+@dataclass(frozen=True, slots=True)
+class ModuleLoss:
+    """What the loss function of a module that writes buffers returns.
+
+    Args:
+        loss: scalar.
+        aux: always None (outputs are not carried along).
+        model_state: the new buffers, same structure as the `model_state` the function took.
+        weight: always None (the loss is what the module says it is).
+    """
+
+    loss: Any
+    aux: Any = None
+    model_state: Any = None
+    weight: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JaxModule:
+    """A converted module; made by `torch_bridge.convert`.
+
+    Args:
+        params: trainable parameters, by torch's names.
+        frozen: parameters with requires_grad=False.
+        model_state: buffers that forward writes.
+        constants: buffers that it only reads.
+        aliases: other name of a tied tensor -> the name it has here.
+        batch: the example call: a tuple of args, a dict of kwargs, or {"args": ..., "kwargs": ...}.
+        batch_dims: the same structure; the dim that carries the batch rows, or None.
+        programs: the exported programs.
+    """
+
+    params: dict[str, Any]
+    frozen: dict[str, Any]
+    model_state: dict[str, Any]
+    constants: dict[str, Any]
+    aliases: dict[str, str]
+    batch: Any
+    batch_dims: Any
+    programs: Programs
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """`model_state` and `constants` together."""
+        return {**self.model_state, **self.constants}
+
+    @property
+    def one_export(self) -> bool:
+        """Whether one program serves every batch size (else each size is exported when met)."""
+        return self.programs.reason is None
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        *args: Any,
+        frozen: Mapping[str, Any] | None = None,
+        rng: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The module's outputs, in torch's own structure, and the buffers after the call.
+
+        Args:
+            params: as `self.params`.
+            buffers: as `self.buffers`.
+            *args: the module's arguments (arrays; torch tensors are taken too).
+            frozen: as `self.frozen`, which stands in if left out.
+            rng: PRNG key; needed if the module draws random numbers as exported.
+            **kwargs: the module's keywords.
+
+        Raises:
+            BridgeError: for arguments of another structure, and for a missing key.
+        """
+        tensors = [_array(value) for value in self.programs.wrapper.inputs.bind(args, kwargs)]
+        program, rows = self.programs.at(_shapes(tensors))
+        results = program.outputs(Destination.RESULT)[: _num_tensors(program)]
+        written = program.outputs(Destination.BUFFER)
+        known = {**params, **(self.frozen if frozen is None else frozen), **buffers}
+        inputs = _graph_inputs(program, known, tensors)
+        values = run(program.graph, inputs, (results, written), rows=rows, rng=rng)
+        outputs = _rebuilt(program, values[0])
+        return outputs, {**buffers, **dict(zip(program.signature.written, values[1], strict=True))}
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Which of rng, model_state, frozen the loss function needs."""
+        program = self.programs.first
+        wanted = (program.loss, program.outputs(Destination.BUFFER))
+        needed = {
+            "rng": draws_random(program.graph, program.graph.needed(wanted)),
+            "model_state": bool(self.model_state),
+            "frozen": bool(self.frozen),
+        }
+        return tuple(name for name, is_needed in needed.items() if is_needed)
+
+    @property
+    def loss_fn(self) -> Callable[..., Any]:
+        """`loss_fn(params, batch, *, ...)` with exactly those of rng, model_state and frozen it needs.
+
+        It returns the scalar loss, or a `ModuleLoss` if the module writes buffers. Constant buffers are
+        closed over.
+
+        Raises:
+            BridgeError: if the module returns no scalar loss.
+        """
+        if self.programs.first.loss is None:
+            raise BridgeError(
+                message(
+                    "the module returns no loss.",
+                    "looked for: a scalar floating output, `.loss`, or [\"loss\"]",
+                    hint="pass labels, or convert(module, ..., loss=fn) with fn(outputs, *more_of_the_batch)",
+                )
+            )
+        takes = self.takes
+
+        def loss_fn(params: Mapping[str, Any], batch: Any, **given: Any) -> Any:
+            if set(given) != set(takes):
+                raise TypeError(f"loss_fn takes the keywords {takes}, got {tuple(given)}")
+            return self._loss(params, batch, **given)
+
+        parameter = inspect.Parameter
+        loss_fn.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                parameter("params", parameter.POSITIONAL_OR_KEYWORD),
+                parameter("batch", parameter.POSITIONAL_OR_KEYWORD),
+                *(parameter(name, parameter.KEYWORD_ONLY) for name in takes),
+            ]
+        )
+        loss_fn.takes = takes  # type: ignore[attr-defined]
+        return loss_fn
+
+    def _loss(
+        self,
+        params: Mapping[str, Any],
+        batch: Any,
+        *,
+        rng: Any = None,
+        model_state: Mapping[str, Any] | None = None,
+        frozen: Mapping[str, Any] | None = None,
+    ) -> Any:
+        tensors = [_array(value) for value in self.programs.wrapper.inputs.bind_batch(batch)]
+        program, rows = self.programs.at(_shapes(tensors))
+        known = {**params, **(frozen or {}), **(model_state or {}), **self.constants}
+        written = program.outputs(Destination.BUFFER)
+        inputs = _graph_inputs(program, known, tensors)
+        loss, new = run(program.graph, inputs, (program.loss, written), rows=rows, rng=rng)
+        if not self.model_state:
+            return loss
+        state = dict(zip(program.signature.written, new, strict=True))
+        return ModuleLoss(loss=loss, model_state={name: state[name] for name in self.model_state})
+
+    def to_state_dict(
+        self,
+        state: Any,
+        buffers: Mapping[str, Any] | None = None,
+        frozen: Mapping[str, Any] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Values as a torch state_dict: torch's names and dtypes, every tied name.
+
+        Args:
+            state: params, or a train state (anything with `params`, and perhaps `model_state` and
+                `frozen`). Leaves may lie on different devices.
+            buffers: buffers that differ from this module's own.
+            frozen: frozen parameters that differ from this module's own.
+
+        Example:
+            ``torch_module.load_state_dict(jax_module.to_state_dict(state))``
+        """
+        if not isinstance(state, Mapping):
+            buffers = buffers or getattr(state, "model_state", None)
+            frozen = frozen or getattr(state, "frozen", None)
+            state = state.params
+        values = {**self.frozen, **self.buffers, **(frozen or {}), **(buffers or {}), **state}
+        names = self.programs.names
+        tensors = {**names.params, **names.frozen, **names.buffers}
+        owned = {
+            name: to_torch(values[name], dtype=tensors[name].dtype)
+            for name in dict.fromkeys(names.owner(saved) for saved in names.saved)
+        }
+        return {saved: owned[names.owner(saved)] for saved in names.saved}
+
+    def from_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> "JaxModule":
+        """This module with the values of a torch state_dict.
+
+        Raises:
+            BridgeError: for missing names, unknown names and shapes that differ, all in one message.
+        """
+        names = self.programs.names
+        given = {names.owner(name): value for name, value in state_dict.items()}
+        own = {**self.params, **self.frozen, **self.buffers}
+        expected = {names.owner(name) for name in names.saved}
+        problems = [f"missing: {name}" for name in sorted(expected - given.keys())]
+        problems += [f"unknown: {name}" for name in sorted(given.keys() - own.keys())]
+        problems += [
+            f"shape of {name}: got {tuple(given[name].shape)}, expected {own[name].shape}"
+            for name in sorted(given.keys() & own.keys())
+            if tuple(given[name].shape) != own[name].shape
+        ]
+        if problems:
+            raise BridgeError(message("the state_dict does not belong to this module.", *problems))
+
+        def filled(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {k: to_jax(given[k], what=k).astype(v.dtype) if k in given else v for k, v in values.items()}
+
+        return replace(
+            self,
+            params=filled(self.params),
+            frozen=filled(self.frozen),
+            model_state=filled(self.model_state),
+            constants=filled(self.constants),
+        )
+
+
+def _array(value: Any) -> Any:
+    return value if value is None or isinstance(value, jax.Array) else to_jax(value, what="an argument")
+
+
+def _shapes(tensors: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
+
+
+def _graph_inputs(program: Program, known: Mapping[str, Any], tensors: list[Any]) -> list[Any]:
+    values: list[Any] = []
+    for source, key in program.signature.inputs:
+        if source is Source.ARGUMENT:
+            values.append(tensors[key])
+        elif source is Source.LITERAL:
+            values.append(to_jax(program.signature.literals[key], what=key))
+        else:
+            values.append(known.get(key))
+    return values
+
+
+def _num_tensors(program: Program) -> int:
+    return sum(leaf is ... for leaf in program.returned.leaves)
+
+
+def _rebuilt(program: Program, tensors: tuple[Any, ...]) -> Any:
+    remaining = iter(tensors)
+    leaves = [next(remaining) if leaf is ... else leaf for leaf in program.returned.leaves]
+    return torch_pytree.tree_unflatten(leaves, program.returned.spec)

@@ -1,0 +1,199 @@
+"""Names and roles: which value of the exported graph is which parameter, buffer, constant or argument.
+
+The kinds are read from torch's graph_signature, never from positions. Tied names (several names of one
+tensor) are one value under its first name; `aliases` maps the others to it.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+
+from torch_bridge.decompose import IGNORED
+from torch_bridge.errors import BridgeError, message
+from torch_bridge.program import Graph, Node, Ref
+
+PREFIX = "module."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The tensors of a module under torch's names, tied ones once.
+
+    Args:
+        params: owner name -> tensor that wants a gradient.
+        frozen: owner name -> parameter with requires_grad=False.
+        buffers: owner name -> buffer.
+        aliases: every other name of a tied tensor -> its owner.
+        saved: names in state_dict order (buffers registered as not persistent are not among them).
+    """
+
+    params: dict[str, torch.Tensor]
+    frozen: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    saved: tuple[str, ...]
+
+    def owner(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+
+def names_of(module: torch.nn.Module) -> Names:
+    """Read a module's parameters, buffers and ties."""
+    owners: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    kept: dict[str, dict[str, torch.Tensor]] = {"params": {}, "frozen": {}, "buffers": {}}
+
+    def add(named: Iterable[tuple[str, torch.Tensor]], is_buffer: bool) -> None:
+        for name, tensor in named:
+            if id(tensor) in owners:
+                aliases[name] = owners[id(tensor)]
+                continue
+            owners[id(tensor)] = name
+            role = "buffers" if is_buffer else "params" if tensor.requires_grad else "frozen"
+            kept[role][name] = tensor
+
+    add(module.named_parameters(remove_duplicate=False), False)
+    add(module.named_buffers(remove_duplicate=False), True)
+    return Names(**kept, aliases=aliases, saved=tuple(module.state_dict(keep_vars=True)))
+
+
+class Source(enum.Enum):
+    """Where an input of the graph comes from."""
+
+    TENSOR = "tensor"  # parameter or buffer, by owner name
+    LITERAL = "literal"  # a tensor made in forward or held as a plain attribute
+    ARGUMENT = "argument"  # by slot
+
+
+class Destination(enum.Enum):
+    """Where an output of the graph goes."""
+
+    BUFFER = "buffer"
+    ARGUMENT = "argument"  # new value of an argument that forward writes: not returned
+    RESULT = "result"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """`inputs` are (source, name or slot), one an input; `outputs` (destination, name or None)."""
+
+    inputs: tuple[tuple[Source, Any], ...]
+    outputs: tuple[tuple[Destination, str | None], ...]
+    literals: dict[str, torch.Tensor]
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Owner names of the buffers that the module writes."""
+        return tuple(
+            name for destination, name in self.outputs if destination is Destination.BUFFER and name is not None
+        )
+
+
+def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signature:
+    """The roles of an exported program's inputs and outputs."""
+    inputs: list[tuple[Source, Any]] = []
+    literals: dict[str, torch.Tensor] = {}
+    slot = 0
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append((Source.ARGUMENT, slot))
+            slot += 1
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target.startswith(PREFIX):
+            inputs.append((Source.TENSOR, names.owner(spec.target.removeprefix(PREFIX))))
+        elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER, InputKind.BUFFER):
+            inputs.append((Source.LITERAL, spec.target))
+            value = program.state_dict.get(spec.target)
+            literals[spec.target] = program.constants[spec.target] if value is None else value
+        else:
+            raise BridgeError(message(f"the exported program takes a {spec.kind.name.lower()}.", str(spec.target)))
+    return Signature(
+        inputs=tuple(inputs),
+        outputs=tuple(_destination(spec, names) for spec in program.graph_signature.output_specs),
+        literals=literals,
+    )
+
+
+def _destination(spec: Any, names: Names) -> tuple[Destination, str | None]:
+    if spec.kind is OutputKind.USER_OUTPUT:
+        return Destination.RESULT, None
+    if spec.kind is OutputKind.USER_INPUT_MUTATION:
+        return Destination.ARGUMENT, None
+    if spec.kind is OutputKind.BUFFER_MUTATION:
+        return Destination.BUFFER, names.owner(spec.target.removeprefix(PREFIX))
+    raise BridgeError(
+        message(
+            f"forward writes {spec.target} ({spec.kind.name.lower()}).",
+            hint="keep what forward writes in a buffer (register_buffer), not in a parameter",
+        )
+    )
+
+
+def read_graph(fx_graph: torch.fx.Graph, owner: torch.nn.Module) -> Graph:
+    """An fx graph as plain data."""
+    values: dict[torch.fx.Node, Any] = {}
+    nodes: list[Node] = []
+    num_inputs = 0
+    outputs: tuple[Any, ...] = ()
+
+    def plain(tree: Any) -> Any:
+        if isinstance(tree, torch.fx.Node):
+            return values[tree]
+        if isinstance(tree, tuple | list):
+            return tuple(plain(item) for item in tree)
+        if isinstance(tree, dict):
+            return {key: plain(item) for key, item in tree.items()}
+        return tree
+
+    for node in fx_graph.nodes:
+        if node.op == "placeholder":
+            values[node] = Ref(num_inputs)
+            num_inputs += 1
+        elif node.op == "get_attr":
+            body = owner.get_submodule(node.target)
+            values[node] = read_graph(body.graph, body)
+        elif node.op == "output":
+            result = plain(node.args[0])
+            outputs = result if isinstance(result, tuple) else (result,)
+        elif node.target not in IGNORED:
+            values[node] = Ref(num_inputs + len(nodes))
+            nodes.append(_read_node(node, plain(node.args), plain(node.kwargs)))
+    return Graph(num_inputs=num_inputs, nodes=tuple(nodes), outputs=outputs)
+
+
+def _read_node(node: torch.fx.Node, args: Any, kwargs: Any) -> Node:
+    value = node.meta.get("val")
+    many = isinstance(value, tuple | list)
+    return Node(
+        operator=node.target,
+        args=args,
+        kwargs=kwargs,
+        path=_module_path(node),
+        source=_source_line(node.meta.get("stack_trace")),
+        dtypes=tuple(getattr(item, "dtype", None) for item in (value if many else [value])),
+        shape=tuple(value.shape) if isinstance(value, torch.Tensor) else None,
+    )
+
+
+def _module_path(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    name = list(stack.values())[-1][0]
+    return (name + ".").removeprefix(PREFIX).split("@")[0].rstrip(".").replace(".", "/")
+
+
+def _source_line(trace: str | None) -> str:
+    """`file:line: code` of the innermost frame outside torch."""
+    lines = (trace or "").splitlines()
+    found = ""
+    for index, line in enumerate(lines):
+        text = line.strip()
+        if text.startswith('File "') and "/torch/" not in text and "<" not in text and "/torch_bridge/" not in text:
+            file, number = text.split('"')[1], text.split(" line ")[1].split(",")[0]
+            code = lines[index + 1].strip() if index + 1 < len(lines) else ""
+            found = f"{file}:{number}: {code}"
+    return found

@@ -1,0 +1,68 @@
+"""Rewrites of an exported graph that show its meaning: indexing by position, in order, is a reshape.
+
+Mask code such as `mask[batch_index[:, None], key_index[None, :]]` with both indices counting 0, 1, 2, ...
+reads every element once. As a gather it looks as if examples saw each other; as the reshape that it is,
+the batch dim stays plain.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torch_bridge.program import Graph, Node, Ref
+
+_aten = torch.ops.aten
+
+
+def simplify(graph: Graph, input_shapes: tuple[tuple[int, ...], ...]) -> Graph:
+    """Replace position-by-position indexing by reshapes."""
+    return replace(graph, nodes=tuple(_reshaped(graph, node, input_shapes) for node in graph.nodes))
+
+
+def _reshaped(graph: Graph, node: Node, input_shapes: tuple[tuple[int, ...], ...]) -> Node:
+    if node.operator is not _aten.index.Tensor or node.shape is None:
+        return node
+    source, indices = node.args
+    shape = _shape(graph, source, input_shapes)
+    if shape is None or len(indices) != len(shape) or not all(isinstance(i, Ref) for i in indices):
+        return node
+    counts = [_counting(graph, index) for index in indices]
+    if any(count is None for count in counts):
+        return node
+    dims = [count[0] for count in counts if count is not None]
+    sizes = tuple(count[1] for count in counts if count is not None)
+    # Dims are counted from the right: they must fall for the elements to stay in order.
+    if sizes != shape or any(a <= b for a, b in zip(dims, dims[1:], strict=False)):
+        return node
+    return replace(node, operator=_aten.reshape.default, args=(source, node.shape))
+
+
+def _shape(graph: Graph, ref: Ref, input_shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+    if ref.index < graph.num_inputs:
+        return input_shapes[ref.index]
+    return graph.nodes[ref.index - graph.num_inputs].shape
+
+
+def _counting(graph: Graph, ref: Any) -> tuple[int, int] | None:
+    """(dim from the right, size) if the value is 0, 1, ..., size-1 along one dim and 1 wide elsewhere."""
+    if not isinstance(ref, Ref) or ref.index < graph.num_inputs:
+        return None
+    node = graph.nodes[ref.index - graph.num_inputs]
+    if node.operator is _aten.arange.default:
+        return (0, node.args[0]) if isinstance(node.args[0], int) else None
+    if node.operator is _aten.arange.start:
+        return (0, node.args[1]) if node.args[0] == 0 else None
+    if node.operator in (_aten.arange.start_step,):
+        return (0, node.args[1]) if node.args[0] == 0 and tuple(node.args[2:3]) in ((), (1,)) else None
+    if node.operator is _aten.unsqueeze.default and node.shape is not None:
+        inner = _counting(graph, node.args[0])
+        if inner is None:
+            return None
+        from_right = len(node.shape) - 1 - node.args[1] % len(node.shape)
+        return (inner[0] + 1 if from_right <= inner[0] else inner[0]), inner[1]
+    if node.operator in (_aten.add.Tensor, _aten.add.Scalar):
+        return _counting(graph, node.args[0]) if node.args[1] == 0 and not node.kwargs else None
+    if node.operator in (_aten._to_copy.default, _aten.clone.default, _aten.alias.default):
+        return _counting(graph, node.args[0])
+    return None
