@@ -20,8 +20,8 @@ MEMORY_WORDS = {
     "working": "work",
     "transfers": "trans",
 }
-# A path longer than this is cut in the middle: the table must fit a terminal.
-PATH_WIDTH = 36
+# A path longer than this keeps its last parts only: the table must fit a terminal.
+PATH_WIDTH = 28
 
 
 def table(plan: "Plan") -> str:
@@ -139,10 +139,11 @@ def _blocks(plan: "Plan", stage: "Stage") -> str:
 
 
 def _short(path: str) -> str:
-    if len(path) <= PATH_WIDTH:
-        return path
-    half = (PATH_WIDTH - 3) // 2
-    return f"{path[:half]}...{path[-half:]}"
+    """A path, or as many of its last parts as fit."""
+    parts = path.split("/")
+    while len(parts) > 1 and len("/".join(parts)) > PATH_WIDTH:
+        parts = ["...", *parts[2:]] if parts[0] == "..." else ["...", *parts[1:]]
+    return "/".join(parts) if len(parts) > 1 else path[-PATH_WIDTH:]
 
 
 def _devices(stage: "Stage") -> str:
