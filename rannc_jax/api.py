@@ -78,7 +78,7 @@ def auto_partition(
         16.0
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
-    constraints, options = _settings(settings, batch_stats)
+    constraints, options = _settings(settings, batch_stats, (*_CONSTRAINTS, *_OPTIONS))
     devices, cluster, constraints = _devices(mesh, constraints)
 
     def planner(who: Subject, example: Example) -> tuple[Plan, Graph | None]:
@@ -123,29 +123,31 @@ def make_plan(
     Args:
         fn, optimizer, mesh, takes, batch_dims, batch_stats, allow_coupled, progress: as in
             `auto_partition`.
-        params, batch, model_state, frozen, rng: arrays or `jax.ShapeDtypeStruct`s.
+        params, batch, model_state, frozen, rng: arrays or `jax.ShapeDtypeStruct`s. Without an optimizer
+            a tuple `batch` holds the positional arguments after params.
         **constraints: as in `auto_partition`.
 
     Returns:
         A `Plan` that can be printed, saved, and given to `parallelize`.
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
-    fixed, _ = _settings(constraints, batch_stats)
+    fixed, _ = _settings(constraints, batch_stats, _CONSTRAINTS)
     _, cluster, fixed = _devices(mesh, fixed)
     given = {
         "frozen": defaults.frozen if frozen is None else frozen,
         "model_state": defaults.model_state if model_state is None else model_state,
-        "rng": jax.eval_shape(lambda: jax.random.key(0)) if rng is None and "rng" in who.takes else rng,
+        "rng": jax.eval_shape(lambda: jax.random.key(0)) if rng is None and "rng" in who.takes - who.optional else rng,
     }
+    batch = defaults.batch if batch is None else batch
     example = make_example(
-        who,
+        who.with_given(**given),
         defaults.params if params is None else params,
-        defaults.batch if batch is None else batch,
+        (batch,) if who.spread and not isinstance(batch, tuple) else batch,
         batch_dims=batch_dims,
         **given,
     )
     request = Request(cluster=cluster, constraints=fixed, optimizer=optimizer, allow_coupled=allow_coupled)
-    return plan_function(who, example, request, progress)[0]
+    return plan_function(who.with_given(**given), example, request, progress)[0]
 
 
 def parallelize(
@@ -181,7 +183,7 @@ def parallelize(
                 hint="a forward-only plan has no optimizer, a training plan needs one.",
             )
         )
-    _, chosen = _settings(options, AUTO)
+    _, chosen = _settings(options, AUTO, _OPTIONS)
     devices = list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
     return Step(
         who,
@@ -204,7 +206,9 @@ def _subject(
         defaults = Defaults(params=fn.params, batch=fn.batch, frozen=fn.frozen, model_state=fn.model_state)
         if isinstance(batch_dims, str) and fn.batch_dims is not None:
             batch_dims = fn.batch_dims
-        return subject(fn.loss_fn, takes, is_loss=trains), defaults, batch_dims
+        outputs_fn = getattr(fn, "outputs_fn", None)
+        call = fn.loss_fn if trains or outputs_fn is None else outputs_fn
+        return subject(call, takes, is_loss=trains), defaults, batch_dims
     return subject(fn, takes, is_loss=trains, spread=not trains), Defaults(), batch_dims
 
 
@@ -213,8 +217,10 @@ _CONSTRAINTS = tuple(f.name for f in fields(Constraints))
 _NOT_BUILT = {"precision": (None, AUTO), "loss_scale": (None,), "verify": (False,), "executor": (AUTO,)}
 
 
-def _settings(settings: Mapping[str, Any], batch_stats: str) -> tuple[Constraints, Options]:
-    """Sort keyword arguments into constraints and options."""
+def _settings(
+    settings: Mapping[str, Any], batch_stats: str, known: Sequence[str]
+) -> tuple[Constraints, Options]:
+    """Sort keyword arguments into constraints and options; `known` are those that have a meaning here."""
     if batch_stats != AUTO:
         raise PlanError(
             message(
@@ -226,10 +232,16 @@ def _settings(settings: Mapping[str, Any], batch_stats: str) -> tuple[Constraint
         if settings.get(name, plain[0]) not in plain:
             raise PlanError(message(f"{name}={settings[name]!r} is not built yet.", hint=f"leave {name} out."))
     rest = {k: v for k, v in settings.items() if k not in _NOT_BUILT}
-    unknown = [k for k in rest if k not in _OPTIONS and k not in _CONSTRAINTS]
+    unknown = [k for k in rest if k not in known]
     if unknown:
-        known = ", ".join(sorted((*_CONSTRAINTS, *_OPTIONS)))
-        raise PlanError(message(f"unknown settings: {', '.join(unknown)}.", f"known: {known}"))
+        misplaced = [k for k in unknown if k in _CONSTRAINTS or k in _OPTIONS]
+        raise PlanError(
+            message(
+                f"unknown settings: {', '.join(unknown)}.",
+                f"known here: {', '.join(sorted(known))}",
+                hint="constraints belong to make_plan, options of running to parallelize." if misplaced else None,
+            )
+        )
     return (
         Constraints(**{k: v for k, v in rest.items() if k in _CONSTRAINTS}),
         Options(**{k: v for k, v in rest.items() if k in _OPTIONS}),

@@ -73,7 +73,12 @@ def plan_function(
     progress.note("tracing")
     graph = prepare(who, example)
     if not graph.nodes:
-        raise TraceError(message(f"{who.name} does nothing with its parameters and batch."))
+        raise TraceError(
+            message(
+                f"there is nothing to cut in {who.name}: no work on its batch depends on its parameters.",
+                hint="jax.jit on one device.",
+            )
+        )
     splittable = _check_coupling(graph, example.rows, request)
     progress.note(f"pricing {len(graph.nodes)} pieces")
     blocks, table = _price(graph, request)

@@ -6,7 +6,7 @@ arguments and which dim of every batch leaf carries the rows. Both are data: not
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,14 +26,21 @@ class Subject:
     Args:
         fn: `fn(params, batch, **keywords)`, or `fn(params, *batch)` if `spread`.
         takes: which of "rng", "model_state", "frozen" it takes.
+        optional: those of them that have a default; they are taken only if they are given.
         is_loss: the result is a loss (else: any outputs, forward only).
         spread: the batch is a tuple of positional arguments.
     """
 
     fn: Callable[..., Any]
     takes: frozenset[str]
+    optional: frozenset[str] = frozenset()
     is_loss: bool = True
     spread: bool = False
+
+    def with_given(self, **given: Any) -> "Subject":
+        """The subject that takes what is required and what is given (not None)."""
+        left_out = {name for name in self.optional if given.get(name) is None}
+        return replace(self, takes=self.takes - left_out, optional=frozenset())
 
     @property
     def name(self) -> str:
@@ -52,18 +59,22 @@ def subject(
     Raises:
         TraceError: `takes` names something else than rng, model_state, frozen.
     """
+    optional: set[str] = set()
     if takes is None:
         try:
-            names: Iterable[str] = inspect.signature(fn).parameters
+            found = inspect.signature(fn).parameters
         except (TypeError, ValueError):
-            names = ()
-        takes = [name for name in KEYWORDS if name in names]
+            found = {}
+        takes = [name for name in KEYWORDS if name in found]
+        optional = {name for name in takes if found[name].default is not inspect.Parameter.empty}
     unknown = sorted(set(takes) - set(KEYWORDS))
     if unknown:
         raise TraceError(
             message(f"takes={unknown} is not understood.", hint=f"any of {', '.join(KEYWORDS)}.")
         )
-    return Subject(fn=fn, takes=frozenset(takes), is_loss=is_loss, spread=spread)
+    return Subject(
+        fn=fn, takes=frozenset(takes), optional=frozenset(optional), is_loss=is_loss, spread=spread
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +156,8 @@ def _batch_dims(batch: Any, batch_dims: Any) -> tuple[tuple[int | None, ...], in
         raise TraceError(message("the batch is empty.", hint="a pytree with at least one array."))
     wanted = _given_dims(batch, batch_dims, len(leaves))
     found: list[int | None] = []
-    for leaf, dim in zip(leaves, wanted, strict=True):
-        found.append((0 if leaf.ndim else None) if dim == AUTO else dim)
+    for path, leaf, dim in zip(paths, leaves, wanted, strict=True):
+        found.append((0 if leaf.ndim else None) if dim == AUTO else _dim_of(path, leaf, dim))
     sizes = [
         None if dim is None else leaf.shape[dim] for leaf, dim in zip(leaves, found, strict=True)
     ]
@@ -168,6 +179,19 @@ def _batch_dims(batch: Any, batch_dims: Any) -> tuple[tuple[int | None, ...], in
             )
         )
     return tuple(found), rows
+
+
+def _dim_of(path: str, leaf: Any, dim: int | None) -> int | None:
+    """A dim the user gave, counted from the front."""
+    if dim is None or -leaf.ndim <= dim < leaf.ndim:
+        return None if dim is None else dim % leaf.ndim
+    raise TraceError(
+        message(
+            "batch_dims names a dim that is not there.",
+            f"{path}: shape {tuple(leaf.shape)}, dim {dim}",
+            hint=f"a dim below {leaf.ndim}, or None for a leaf without rows.",
+        )
+    )
 
 
 def _given_dims(batch: Any, batch_dims: Any, count: int) -> list[Any]:

@@ -69,12 +69,18 @@ class Program:
     const_values: tuple[Any, ...] = ()
     vars: tuple[jex.Var, ...] = field(init=False)
     value_ids: dict[jex.Var, int] = field(init=False)
+    _reads: tuple[tuple[int, ...], ...] = field(init=False)
+    _writes: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         core = self.jaxpr.jaxpr
         numbered = [*core.invars, *(v for eqn in core.eqns for v in eqn.outvars)]
         object.__setattr__(self, "vars", tuple(numbered))
-        object.__setattr__(self, "value_ids", {v: i for i, v in enumerate(numbered)})
+        ids = {v: i for i, v in enumerate(numbered)}
+        object.__setattr__(self, "value_ids", ids)
+        read = ([ids[a] for a in e.invars if not isinstance(a, jex.Literal) and a in ids] for e in core.eqns)
+        object.__setattr__(self, "_reads", tuple(tuple(dict.fromkeys(found)) for found in read))
+        object.__setattr__(self, "_writes", tuple(tuple(ids[v] for v in e.outvars) for e in core.eqns))
 
     @property
     def eqns(self) -> Sequence[jex.JaxprEqn]:
@@ -86,12 +92,11 @@ class Program:
 
     def reads(self, equation: int) -> tuple[int, ...]:
         """Value ids that an equation reads, each once, in operand order."""
-        ids = (self.value_id(atom) for atom in self.eqns[equation].invars)
-        return tuple(dict.fromkeys(i for i in ids if i is not None))
+        return self._reads[equation]
 
     def writes(self, equation: int) -> tuple[int, ...]:
         """Value ids that an equation defines, in output order."""
-        return tuple(self.value_ids[v] for v in self.eqns[equation].outvars)
+        return self._writes[equation]
 
     def output_ids(self) -> tuple[int | None, ...]:
         """Value id of every output; None where an output is a literal or small constant."""
@@ -215,7 +220,8 @@ def _normalise(who: Subject, out: Any, old_state: Any) -> _Result:
     if not who.is_loss:
         paths, leaves = path_leaves(out, "output")
         outputs = tuple(OutputLeaf(path=p, kind=OutputKind.OUTPUT) for p in paths)
-        return _Result(leaves=leaves, outputs=outputs, tree=jax.tree.structure(out))
+        arrays = [_array(who, path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        return _Result(leaves=arrays, outputs=outputs, tree=jax.tree.structure(out))
     parts = as_loss_out(out)
     loss = parts.loss
     if not hasattr(loss, "shape"):
@@ -234,17 +240,30 @@ def _normalise(who: Subject, out: Any, old_state: Any) -> _Result:
         _check_state(who, parts.model_state, old_state)
     kinds = {
         OutputKind.LOSS: loss,
-        OutputKind.WEIGHT: parts.weight,
         OutputKind.AUX: parts.aux,
         OutputKind.MODEL_STATE: parts.model_state,
-    }
+        OutputKind.WEIGHT: parts.weight,
+    }  # in the order of the fields of LossOut
     leaves, outputs = [], []
     for kind, tree in kinds.items():
         paths, found = path_leaves(tree, kind.value)
-        leaves += [jnp.asarray(leaf) for leaf in found]
+        leaves += [_array(who, path, leaf) for path, leaf in zip(paths, found, strict=True)]
         outputs += [OutputLeaf(path=path, kind=kind) for path in paths]
     whole = LossOut(loss=loss, aux=parts.aux, model_state=parts.model_state, weight=parts.weight)
     return _Result(leaves=leaves, outputs=tuple(outputs), tree=jax.tree.structure(whole))
+
+
+def _array(who: Subject, path: str, leaf: Any) -> Any:
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TraceError(
+            message(
+                f"{who.name} returns something that is no array.",
+                f"{path}: {type(leaf).__name__}",
+                hint="return arrays and numbers only; None and empty containers are fine.",
+            )
+        ) from error
 
 
 def as_loss_out(out: Any) -> LossOut:
@@ -281,6 +300,21 @@ def _check_state(who: Subject, new: Any, old: Any) -> None:
         )
 
 
+def warn_of_large_constants(program: Program) -> None:
+    """One warning that names the arrays above 64 MiB that a function closes over."""
+    large = [
+        f"{leaf.aval.dtype}{list(leaf.aval.shape)} ({aval_bytes(leaf.aval) / 2**20:.0f} MiB)"
+        for leaf in program.inputs
+        if leaf.role is Role.CONST and aval_bytes(leaf.aval) > _CONST_WARN_BYTES
+    ]
+    if large:
+        warnings.warn(
+            f"the function closes over large constants: {', '.join(large)}. Each is copied to every stage "
+            "that reads it; as frozen= it counts as what it is and can be replaced.",
+            stacklevel=3,
+        )
+
+
 _COLLECTIVES = {"psum", "psum2", "all_gather", "all_to_all", "ppermute", "reduce_scatter", "axis_index", "pmin"}
 _CALLBACKS = {"io_callback", "pure_callback_ordered"}
 
@@ -314,14 +348,6 @@ def _lift_constants(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any
     small, large = [], []
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         (large if aval_bytes(var.aval) > _CONST_BYTES else small).append((var, value))
-    for var, _ in large:
-        if aval_bytes(var.aval) > _CONST_WARN_BYTES:
-            warnings.warn(
-                f"the function closes over a constant {var.aval.str_short()} of "
-                f"{aval_bytes(var.aval) / 2**20:.0f} MiB; it is copied to every stage that reads it. "
-                "Pass it as frozen= to place it once.",
-                stacklevel=2,
-            )
     jaxpr = closed.jaxpr.replace(
         constvars=[var for var, _ in small],
         invars=[*closed.jaxpr.invars, *(var for var, _ in large)],

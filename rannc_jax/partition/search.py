@@ -123,12 +123,12 @@ class _Pool:
 
     def add(self, found: Evaluation) -> None:
         self.priced[found.candidate] = found
-        if found.step_s < self.best_s:
+        if self.best is None or found.rank < self.best.rank:
             self.best = found
 
     def ranked(self) -> list[Evaluation]:
         """Those that fit, best first; of equals the first that was found."""
-        return sorted((e for e in self.priced.values() if e is not None), key=lambda e: e.step_s)
+        return sorted((e for e in self.priced.values() if e is not None), key=lambda e: e.rank)
 
 
 def _propose(pool: _Pool, space: Space) -> None:
@@ -141,12 +141,12 @@ def _propose(pool: _Pool, space: Space) -> None:
         for schedule, num_microbatches in itertools.product(space.schedules, space.num_microbatches):
             chain = ChainSearch(costs, pool.evaluator.constraints, space, schedule, num_microbatches)
             outlook_s, candidate = chain.outlook()
-            if candidate is not None and space.num_stages in (None, candidate.num_stages):
+            if candidate is not None and _is_allowed(candidate, space, pool.evaluator.constraints):
                 pool.price(candidate)
             cases.append((outlook_s, chain))
     proposals: list[Estimate] = []
     for outlook_s, chain in sorted(cases, key=lambda case: case[0]):
-        if outlook_s <= pool.best_s * NEAR:
+        if math.isfinite(outlook_s) and outlook_s <= pool.best_s * NEAR:
             found = list(chain.estimates(beat_s=pool.best_s * NEAR))
             if found:
                 pool.price(min(found, key=lambda estimate: estimate.step_s).candidate)
@@ -154,6 +154,14 @@ def _propose(pool: _Pool, space: Space) -> None:
     proposals.sort(key=lambda estimate: estimate.step_s)
     for estimate in proposals[:MOST_PRICED]:
         pool.price(estimate.candidate)
+
+
+def _is_allowed(candidate: Candidate, space: Space, constraints: Constraints) -> bool:
+    """Whether a plan that was made without looking at what single stages may have keeps to it."""
+    return space.num_stages in (None, candidate.num_stages) and all(
+        constraints.replicas_of(stage) in (None, placed.num_replicas)
+        for stage, placed in enumerate(candidate.placements)
+    )
 
 
 def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[RunnerUp]:

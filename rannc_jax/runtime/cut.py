@@ -66,6 +66,7 @@ class StageProgram:
     Args:
         stage, round: where and when it runs.
         inputs, outputs: what it takes and gives, in order.
+        input_types, output_types: their shapes and dtypes.
         donates: positions of inputs that are used here for the last time and fit an output.
         function: from the inputs to a list of the outputs; pure.
     """
@@ -74,6 +75,8 @@ class StageProgram:
     round: int
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    input_types: tuple[jax.ShapeDtypeStruct, ...]
+    output_types: tuple[jax.ShapeDtypeStruct, ...]
     donates: tuple[int, ...]
     function: Callable[..., list[jax.Array]]
 
@@ -306,6 +309,7 @@ class _Cutter:
             for var in group:
                 self.packed[var, stage != self.task.hub] = (value.index, offset)
                 offset += math.prod(var.aval.shape)
+            self.types[value] = jax.ShapeDtypeStruct((offset,), group[0].aval.dtype)
             packs.append((value, group))
         return packs
 
@@ -318,6 +322,9 @@ class _Cutter:
             values = tuple(value for value, group in draft.packs if any(var in wanted for var in group))
             if values:
                 sends.append(Send(values=values, target=target))
+                self.types.update(
+                    zip(sends[-1].arrived, [self.types[value] for value in values], strict=True)
+                )
         return sends
 
     def _finished(self, draft: _Draft) -> StageProgram:
@@ -340,11 +347,14 @@ class _Cutter:
             packs=[group for _, group in draft.packs],
         )
         function.__name__ = f"{self.task.name}_stage{draft.stage}_round{draft.round}"  # type: ignore[attr-defined]
+        outs = (*(value for _, value in draft.results), *(value for value, _ in draft.packs))
         return StageProgram(
             stage=draft.stage,
             round=draft.round,
             inputs=inputs,
-            outputs=(*(value for _, value in draft.results), *(value for value, _ in draft.packs)),
+            outputs=outs,
+            input_types=tuple(self.types[value] for value in inputs),
+            output_types=tuple(self.types[value] for value in outs),
             donates=(),
             function=function,
         )
@@ -357,7 +367,7 @@ class _Cutter:
         )
 
     def _donates(self, program: StageProgram, last: dict[Value, Op]) -> tuple[int, ...]:
-        free = Counter(self.types[value] for value in program.outputs if value in self.types)
+        free = Counter(program.output_types)
         donates: list[int] = []
         for kind in (Kind.PARAM, Kind.STATE, Kind.CARRY, Kind.GRAD):
             for position, value in enumerate(program.inputs):
@@ -367,8 +377,8 @@ class _Cutter:
         return tuple(sorted(donates))
 
 
-def _type(atom: Any) -> tuple[Any, Any]:
-    return atom.aval.shape, atom.aval.dtype
+def _type(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def _run(

@@ -29,7 +29,7 @@ from rannc_jax.runtime.feed import microbatch, microbatch_rows, part_weights, va
 from rannc_jax.runtime.lower import Layout, Lowered, StepLowering
 from rannc_jax.runtime.ops import Key, check, freed
 from rannc_jax.runtime.stage import Spread
-from rannc_jax.runtime.transfer import move, place
+from rannc_jax.runtime.transfer import move, place, sub_mesh_sharding
 from rannc_jax.schedule import linearise, schedule_named
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
@@ -262,8 +262,8 @@ class Engine:
 
         Args:
             prepared: for this batch.
-            leaves: input value id -> array, for parameters, frozen leaves and model state, each on the
-                sub-mesh it lives on.
+            leaves: input value id -> array, for parameters, frozen leaves and model state, each on some
+                sub-mesh; what lies elsewhere than it is read is copied.
             batch: the user's arrays.
             step_key: the key that microbatches fold their number into.
             watch: see `execute`.
@@ -274,10 +274,9 @@ class Engine:
         lowering, layout = prepared.lowering, prepared.layout
         env: dict[Key, Any] = dict(self._constants(prepared))
         for v, leaf in enumerate(prepared.graph.program.inputs):
-            if leaf.role is Role.PARAM:
-                env["param", v] = leaves[v]
-        for v in lowering.written:
-            env["state", v, 0] = leaves[v]
+            if leaf.role is Role.PARAM or v in lowering.written:
+                key = ("param", v) if leaf.role is Role.PARAM else ("state", v, 0)
+                (env[key],) = move([leaves[v]], [None], layout.meshes[lowering.owner[v]])
         for s, shape in enumerate(lowering.shapes):
             for v in shape.held:
                 env["held", v, s] = self._held(prepared, v, s, leaves)
@@ -301,7 +300,7 @@ class Engine:
         if source is None:
             constants = [u for u, leaf in enumerate(program.inputs) if leaf.role is Role.CONST]
             source = program.const_values[constants.index(v)]
-        elif prepared.lowering.owner[v] == s:
+        elif source.sharding.is_equivalent_to(sub_mesh_sharding(None, mesh), source.ndim):
             return source
         cached = self._copies.get((v, s))
         if cached is None or cached[0] is not source:

@@ -222,6 +222,8 @@ def split_conditionals(
         results: `reach` of every output.
         num_stages: number of stages.
     """
+    if not any(eqn.primitive.name == "cond" for eqn in closed.jaxpr.eqns):
+        return closed
 
     def run(*args: Any) -> list[Any]:
         jaxpr = closed.jaxpr

@@ -120,38 +120,41 @@ def _trace_update(
         return optax.apply_updates(params, updates), new_state
 
     try:
-        traced, (_, new_state) = jax.make_jaxpr(step, return_shape=True)(grads, params, state, loss)
-    except TypeError as error:
-        if "missing" not in str(error):
-            raise
+        traced, (new_params, new_state) = jax.make_jaxpr(step, return_shape=True)(grads, params, state, loss)
+    except (TypeError, ValueError, AttributeError) as error:
         raise PlanError(
             message(
-                "the optimizer wants more than a pipelined step can give it.",
-                f"got: gradients, parameters and value= (the loss); {error}",
-                hint="a transformation without a line search, or optimizer=optax.identity() with "
-                "step.value_and_grad and an update of your own.",
+                "the optimizer's update cannot be traced.",
+                "got: gradients of the parameters' own tree, state, parameters, and value= (the loss)",
+                f"{type(error).__name__}: {error}",
+                hint="a transformation without line search, wrapper of the parameters or other arguments, or "
+                "optimizer=optax.identity() with step.value_and_grad and an update of your own.",
             )
         ) from error
-    _check_state(state, new_state)
+    _check_kept("parameters", params, new_params)
+    _check_kept("state", state, new_state)
     return traced
 
 
-def _check_state(before: Any, after: Any) -> None:
-    old, new = jax.tree_util.tree_flatten_with_path(before)[0], jax.tree_util.tree_flatten_with_path(after)[0]
+def _check_kept(what: str, before: Any, after: Any) -> None:
+    """An update gives what it takes, or the next step would be another program."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         changed = [f"got {jax.tree.structure(after)}", f"expected {jax.tree.structure(before)}"]
     else:
+        pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
         changed = [
-            f"state{jax.tree_util.keystr(path)}: got {b.dtype}{list(b.shape)}, expected {a.dtype}{list(a.shape)}"
-            for (path, a), (_, b) in zip(old, new, strict=True)
-            if (a.shape, a.dtype) != (b.shape, b.dtype)
+            f"{what}{jax.tree_util.keystr(path)}: got {new.dtype}{list(new.shape)}, "
+            f"expected {old.dtype}{list(old.shape)}"
+            for (path, old), new in pairs
+            if (old.shape, old.dtype) != (new.shape, new.dtype)
         ]
     if changed:
         raise PlanError(
             message(
-                "the optimizer's update returns another kind of state than it takes.",
+                f"the optimizer's update returns other {what} than it takes.",
                 *changed[:5],
-                hint="state dtypes set explicitly (mu_dtype, accumulator_dtype), or float32 parameters.",
+                hint="state dtypes set explicitly (mu_dtype, accumulator_dtype), float32 parameters, or "
+                "another transformation.",
             )
         )
 

@@ -283,7 +283,10 @@ class StagePrograms:
             inputs = [next(taken) for _ in range(counts[0])]
             outputs = [self._unpack(next(taken), self._kinds[k]) for k in diff.kept_outputs]
             kept = [self._unstack(next(taken)) for _ in range(counts[2])]
-            cotangents = [_total([next(taken) for _ in range(n)]) for n in arity]
+            cotangents = [
+                self._share(_total([next(taken) for _ in range(n)]), self._kinds[position])
+                for position, n in zip(self.cotangents, arity, strict=False)
+            ]
             weight = next(taken)[0] if given_weight else None
             accumulators = list(taken)
             if self.seeding is not None:
@@ -297,7 +300,7 @@ class StagePrograms:
                 acc + self._stack(by_id[v].astype(acc.dtype))
                 for v, acc in zip(acc_ids, accumulators, strict=True)
             ]
-            return (*new, *(by_id[v] for v in self.gradient_ids))
+            return (*new, *(self._whole(by_id[v], v) for v in self.gradient_ids))
 
         ins = [self._spec(self._value_kind(part.inputs[i])) if i < len(part.inputs) else self._row_spec for i in held]
         ins += [self._spec(self._kinds[k]) for k in diff.kept_outputs]
@@ -401,6 +404,16 @@ class StagePrograms:
 
     def _unstack(self, x: Any) -> Any:
         return x[0] if self._per_replica else x
+
+    def _whole(self, gradient: Any, value: int) -> Any:
+        """The gradient of a value; of one without rows every replica has a part."""
+        if self._per_replica and self._value_kind(value) is None:
+            return jax.lax.psum(gradient, DATA_AXIS)
+        return gradient
+
+    def _share(self, cotangent: Any, kind: RowLayout | str | None) -> Any:
+        """This replica's part of a cotangent that all of them have whole: their sums are added later."""
+        return cotangent / self.mesh.size if self._per_replica and kind is None else cotangent
 
     def _number(self) -> Any:
         return jax.lax.axis_index(DATA_AXIS) if self._per_replica else jnp.int32(0)

@@ -5,6 +5,7 @@ nothing of what it is given: state comes in and new state goes out, as with any 
 state's memory is taken over unless `donate=False`).
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,7 +89,7 @@ class Step:
         defaults: Defaults | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._who, self._optimizer, self._devices = who, optimizer, devices
+        self._declared, self._who, self._optimizer, self._devices = who, who, optimizer, devices
         self._plan = plan if isinstance(plan, Plan) else None
         self._planner = None if isinstance(plan, Plan) else plan
         self._options = options or Options()
@@ -97,7 +98,6 @@ class Step:
         self._progress = progress or NoProgress()
         self._meshes: tuple[Mesh, ...] = ()
         self._engine: Engine | None = None
-        self._forward: dict[Any, Engine] = {}
         self._home: Prepared | None = None
         self._cut: OptimizerCut | None = None
 
@@ -139,10 +139,18 @@ class Step:
         d = self._defaults
         params = d.params if params is None else params
         batch = d.batch if batch is None else ((batch, *args) if self._who.spread else batch)
-        frozen = d.frozen if frozen is None and "frozen" in self._who.takes else frozen
-        model_state = d.model_state if model_state is None and "model_state" in self._who.takes else model_state
+        frozen = d.frozen if frozen is None and "frozen" in self._declared.takes else frozen
+        model_state = d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
+        self._who = self._declared.with_given(frozen=frozen, model_state=model_state, rng=rng)
         if params is None or batch is None:
             raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
+        if callable(params) and rng is None:
+            raise TraceError(
+                message(
+                    "params is a function of a key, but no key was given.",
+                    hint="init(init_fn, batch, rng=jax.random.key(0)).",
+                )
+            )
         make = params if callable(params) else None
         shapes = jax.eval_shape(make, jax.random.fold_in(rng, 0)) if make is not None else params
         example = make_example(
@@ -166,15 +174,35 @@ class Step:
         self._meshes = stage_meshes(plan, self._devices)
         train = self._optimizer is not None
         self._engine = self._make_engine(
-            self._who, example, lambda g: find_stages(g, plan)[0], train=train, graph=graph
+            self._who, example, self._planned_stages(), train=train, graph=graph
         )
-        self._forward.clear()
         self._progress.note("lowering")
         self._home = self._engine.prepared(example.batch)
-        check_identity(self._home.graph.program, plan)
         if self._optimizer is not None:
             owners = [self._home.lowering.owner[v] for v in self._ids(Role.PARAM)]
             self._cut = cut_optimizer(self._optimizer, example.params, owners, len(self._meshes))
+
+    def _planned_stages(self) -> Callable[[Graph], Stages]:
+        """Lays the plan's cut on a graph; the first graph must be that of the plan's own model."""
+        plan, seen = self.plan, 0
+
+        def stages_of(graph: Graph) -> Stages:
+            nonlocal seen
+            if not seen:
+                check_identity(graph.program, plan)
+            stages, same = find_stages(graph, plan)
+            if not same and not seen:
+                made = plan.versions.get("jax", "unknown")
+                warnings.warn(
+                    f"the plan was made for another program of the same model (under jax {made}, here "
+                    f"{jax.__version__}): the cuts were found again by its matrix products and parameters. "
+                    "Predicted times and memory may be off; a new plan knows better.",
+                    stacklevel=6,
+                )
+            seen += 1
+            return stages
+
+        return stages_of
 
     def _make_engine(
         self,
@@ -184,6 +212,7 @@ class Step:
         *,
         train: bool,
         graph: Graph | None = None,
+        batch_dims: Any = None,
     ) -> Engine:
         plan = self.plan
         routine = Routine(
@@ -198,7 +227,7 @@ class Step:
             example,
             stages_of,
             routine,
-            batch_dims=self._batch_dims,
+            batch_dims=self._batch_dims if batch_dims is None else batch_dims,
             allow_coupled=self._allow_coupled,
             graph=graph,
         )
@@ -272,7 +301,7 @@ class Step:
         if self._optimizer is None:
             return self._outputs_of(engine, state, batch, rng)
         env, prepared = self._run(engine, state, batch, rng)
-        grads = [env["grad", v] for v in self._ids(Role.PARAM)]
+        grads = self._at_home(env)
         self._wait(env["loss",], grads)
         assert self._cut is not None
         params, opt_state = apply_cut(
@@ -313,7 +342,7 @@ class Step:
         out = self._loss_out(prepared, env, state)
         structure = jax.tree.structure(state.params)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(state.params)]
-        sums = [env["grad", v] for v in self._ids(Role.PARAM)]
+        sums = self._at_home(env)
         grads = structure.unflatten([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)])
         if not wrt_batch:
             return out, grads
@@ -330,39 +359,44 @@ class Step:
 
         Args:
             fn: `fn(params, batch, **keywords)` with the keywords of `auto_partition`, or an object with
-                a `loss_fn` (a module converted in eval mode).
+                an `outputs_fn` or a `loss_fn` (a module converted in eval mode).
+            takes: as in `auto_partition`.
 
         Returns:
             `evaluate(state, batch, rng=None) -> outputs`, the outputs of `fn` for the whole batch.
         """
-        call = getattr(fn, "loss_fn", fn)
-        who = subject(call, takes, is_loss=False)
+        call = getattr(fn, "outputs_fn", None) or getattr(fn, "loss_fn", fn)
+        batch_dims = getattr(fn, "batch_dims", None) or self._batch_dims
+        declared = subject(call, takes, is_loss=False)
+        engines: dict[Any, Engine] = {}
 
         def run(state: TrainState, batch: Batch, *, rng: Any = None) -> Any:
-            self._refuse_tracers((state, batch))
-            key = jax.tree.structure(batch)
-            if key not in self._forward:
-                self._forward[key] = self._evaluation_engine(who, state, batch, rng)
-            return self._outputs_of(self._forward[key], state, batch, rng)
+            self._ready(state, batch)
+            key = (id(self._home), jax.tree.structure(batch))
+            if key not in engines:
+                engines[key] = self._evaluation_engine(declared, state, batch, rng, batch_dims)
+            return self._outputs_of(engines[key], state, batch, rng)
 
         return run
 
-    def _evaluation_engine(self, who: Subject, state: TrainState, batch: Batch, rng: Any) -> Engine:
-        example = make_example(
-            who,
-            abstract(state.params),
-            batch,
-            frozen=state.frozen,
-            model_state=state.model_state,
-            rng=state.rng if rng is None else rng,
-            batch_dims=self._batch_dims,
-        )
+    def _evaluation_engine(
+        self, declared: Subject, state: TrainState, batch: Batch, rng: Any, batch_dims: Any
+    ) -> Engine:
+        given = {
+            "frozen": state.frozen,
+            "model_state": state.model_state,
+            "rng": state.rng if rng is None else rng,
+        }
+        who = declared.with_given(**given)
+        example = make_example(who, abstract(state.params), batch, batch_dims=batch_dims, **given)
         assert self._home is not None
         home = self._home.lowering
         readers = {v: [s.index for s in home.shapes if v in s.params] or [home.owner[v]] for v in home.owner}
         by_path = {self._home.graph.program.inputs[v].path: stages for v, stages in readers.items()}
         count = len(self._meshes)
-        return self._make_engine(who, example, lambda g: stages_by_parameters(g, by_path, count), train=False)
+        return self._make_engine(
+            who, example, lambda g: stages_by_parameters(g, by_path, count), train=False, batch_dims=batch_dims
+        )
 
     def reference(self, state: TrainState, batch: Batch, *, rng: Any = None) -> tuple[TrainState, LossOut]:
         """The same step as one unpartitioned pure function: the oracle.
@@ -418,6 +452,12 @@ class Step:
         except jax.errors.JaxRuntimeError as error:
             raise _failure(error) from error
 
+    def _at_home(self, env: dict[Any, Any]) -> list[Any]:
+        """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
+        assert self._home is not None
+        owner, meshes = self._home.lowering.owner, self._meshes
+        return [move([env["grad", v]], [None], meshes[owner[v]])[0] for v in self._ids(Role.PARAM)]
+
     def _outputs_of(self, engine: Engine, state: TrainState, batch: Batch, rng: Any) -> Any:
         env, prepared = self._run(engine, state, batch, rng)
         program = prepared.graph.program
@@ -461,7 +501,7 @@ class Step:
                 )
 
     def _batch_leaves(self, batch: Batch, names: Sequence[str]) -> dict[str, int]:
-        paths, _ = path_leaves(batch, "")
+        paths, leaves = path_leaves(abstract(batch), "")
         first = self._ids(Role.BATCH)[0] if self._ids(Role.BATCH) else 0
         chosen: dict[str, int] = {}
         for name in names:
@@ -469,6 +509,13 @@ class Step:
             if len(hits) != 1:
                 raise TraceError(
                     message(f"wrt_batch names {name!r}, which is no batch leaf.", f"there are: {', '.join(paths)}")
+                )
+            if not jnp.issubdtype(leaves[hits[0]].dtype, jnp.inexact):
+                raise TraceError(
+                    message(
+                        f"wrt_batch names {name!r}, which has no gradient.",
+                        f"got {leaves[hits[0]].dtype}, expected a floating dtype",
+                    )
                 )
             chosen[name] = first + hits[0]
         return chosen
