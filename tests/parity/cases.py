@@ -69,27 +69,32 @@ ALL_CASES = tuple(
 
 
 def chosen() -> list[Case]:
-    """Cases of the cross that cover every pair of factor values, each the one that adds most pairs."""
-    pairs = _pairs()
-    open_pairs = np.ones(pairs.max() + 1, bool)
+    """Cases of the cross that cover every pair of factor values.
+
+    Each is the one that adds most pairs; among equals the one that adds most triples, so that the last
+    cases, which are there for one pair each, differ in everything else.
+    """
+    pairs, triples = _combinations(2), _combinations(3)
+    open_pairs, open_triples = np.ones(pairs.max() + 1, bool), np.ones(triples.max() + 1, bool)
     found = []
     while True:
         gain = open_pairs[pairs].sum(axis=1)
-        best = int(gain.argmax())
-        if not gain[best]:
+        best = int((gain * (triples.shape[1] + 1) + open_triples[triples].sum(axis=1)).argmax())
+        if not gain.any():
             return found
         found.append(ALL_CASES[best])
         open_pairs[pairs[best]] = False
+        open_triples[triples[best]] = False
 
 
-def _pairs() -> np.ndarray:
-    """[cases, pairs of factors]: a number for the two values that a case has of two factors."""
+def _combinations(size: int) -> np.ndarray:
+    """[cases, ways to choose so many factors]: a number for the values that a case has of them."""
     levels = np.array(
         [[values.index(getattr(case, name)) for name, values in FACTORS.items()] for case in ALL_CASES]
     )
+    counts = levels.max(axis=0) + 1
     columns, offset = [], 0
-    for a, b in itertools.combinations(range(levels.shape[1]), 2):
-        width = levels[:, b].max() + 1
-        columns.append(offset + levels[:, a] * width + levels[:, b])
-        offset = columns[-1].max() + 1
+    for factors in itertools.combinations(range(len(counts)), size):
+        columns.append(offset + np.ravel_multi_index(levels[:, factors].T, counts[list(factors)]))
+        offset += int(np.prod(counts[list(factors)]))
     return np.stack(columns, axis=1)
