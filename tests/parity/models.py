@@ -194,12 +194,12 @@ def _norm(gain: jax.Array, x: jax.Array) -> jax.Array:
     return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5) * gain
 
 
-# Values that skip several stages; max pooling over ties (zeros after relu).
+# Values that skip several stages, one of them with three readers; max pooling over ties (zeros after relu).
 
 
 def unet(dropout: bool) -> Model:
     draw = Draw(2)
-    channels = {"down0": (3, 4), "down1": (4, 8), "middle": (8, 8), "up1": (16, 4), "up0": (8, 4)}
+    channels = {"down0": (3, 4), "down1": (4, 8), "middle": (8, 8), "up1": (20, 4), "up0": (8, 4)}
     params = {name: draw.weight(3, 3, *sizes) for name, sizes in channels.items()}
     params["out"] = draw.weight(1, 1, 4, 3)
 
@@ -211,7 +211,7 @@ def unet(dropout: bool) -> Model:
         full = block("down0", batch["image"])
         half = block("down1", _half(full))
         x = _double(block("middle", _half(half)))
-        x = _double(block("up1", jnp.concatenate([x, half], axis=-1)))
+        x = _double(block("up1", jnp.concatenate([x, half, _half(full)], axis=-1)))
         x = block("up0", jnp.concatenate([x, full], axis=-1))
         with jax.named_scope("out"):
             return jnp.mean((conv(params["out"], x) - batch["target"]) ** 2)

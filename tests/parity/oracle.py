@@ -81,11 +81,11 @@ def loss_and_grads(
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """The microbatches of a batch, rows in order."""
+    """The microbatches of a batch, rows in order; what does not divide is missing from the last."""
 
     def part(index: int) -> Any:
         def rows(leaf: Any) -> Any:
-            size = leaf.shape[0] // count
+            size = -(-leaf.shape[0] // count)
             return leaf[index * size : (index + 1) * size]
 
         return jax.tree.map(rows, batch)
