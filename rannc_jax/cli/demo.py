@@ -35,7 +35,7 @@ IGNORED_LABEL = -100  # what PyTorch's cross entropy leaves out
 LOSS_TOLERANCE = 1e-5
 PARAMETER_TOLERANCE = 1e-5
 # Leaves whose norm is below this share of the whole tree's hold little but rounding noise. Key biases are
-# nothing else (their true gradient is zero); query biases move a little later than the rest.
+# nothing else (their true gradient is zero); query biases start at zero and hardly move in so few steps.
 NOISE_FLOOR = 1e-6
 
 
