@@ -19,7 +19,7 @@ from rannc_jax.contract import Remat
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.align import Aligned, align
-from rannc_jax.ir.batch import CouplingKind, Dependence, RowLayout
+from rannc_jax.ir.batch import CouplingKind, Dependence, LossKind, RowLayout
 from rannc_jax.ir.example import Example, Subject, abstract, make_example
 from rannc_jax.ir.graph import Graph, build_graph
 from rannc_jax.ir.roles import OutputKind, Role
@@ -114,7 +114,7 @@ class Engine:
                 warnings.warn(
                     f"batches of {_SHAPES_BEFORE_WARNING + 1} different shapes have been seen; each compiles "
                     "programs of its own. Pad batches to a few sizes, or drop the last short one.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             self._prepared[key] = self._prepare(shapes, batch_grads)
         return self._prepared[key]
@@ -339,6 +339,8 @@ class Engine:
             weights = [
                 part_weights(layout.batch_rows, i, layout.rows, parts) for i in range(layout.num_microbatches)
             ]
+            if prepared.graph.info.loss is not None and prepared.graph.info.loss.kind is LossKind.SUM:
+                weights = [np.sign(weight) for weight in weights]  # every row counts as one, wherever it is
             placed = place(weights, [rows] * len(weights), mesh)
             found.update({("part_weight", i): w for i, w in enumerate(placed)})
         else:
