@@ -54,11 +54,11 @@ types: $(STAMP) # pyright over both packages
 	$(PY) -m pyright --pythonpath $(PY)
 
 contracts: $(STAMP) # who may import whom (docs/explain/architecture.md)
-	$(VENV)/bin/lint-imports
+	$(VENV)/bin/lint-imports --no-cache
 
 docs: $(STAMP) # the documentation as a site, in site/
 	$(PY) -m pip install --quiet '.[docs]'
 	$(PY) -m mkdocs build --strict
 
 clean: # remove everything that make made
-	rm -rf $(VENV) site .jax_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .jax_cache .pytest_cache .ruff_cache .hypothesis

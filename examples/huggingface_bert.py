@@ -6,6 +6,7 @@ The model comes from a config with random weights, so nothing is downloaded. The
 tokens from rows of large ones.
 """
 
+import jax
 import optax
 import torch
 from transformers import BertConfig, BertForSequenceClassification
@@ -33,7 +34,7 @@ def main() -> None:
 
     converted = torch_bridge.convert(model, kwargs=make_batch(0))
     step = rannc_jax.auto_partition(converted, optimizer=optax.adamw(3e-4), num_stages=2, num_microbatches=4)
-    state = step.init()
+    state = step.init(rng=jax.random.key(0))  # for dropout; every row draws the same mask on any plan
     print(step.plan, end="\n\n")
 
     for index in range(NUM_STEPS):

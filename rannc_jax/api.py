@@ -136,18 +136,18 @@ def make_plan(
     given = {
         "frozen": defaults.frozen if frozen is None else frozen,
         "model_state": defaults.model_state if model_state is None else model_state,
-        "rng": jax.eval_shape(lambda: jax.random.key(0)) if rng is None and "rng" in who.takes else rng,
+        "rng": jax.eval_shape(lambda: jax.random.key(0)) if rng is None and "rng" in who.takes - who.optional else rng,
     }
     batch = defaults.batch if batch is None else batch
     example = make_example(
-        who,
+        who.with_given(**given),
         defaults.params if params is None else params,
         (batch,) if who.spread and not isinstance(batch, tuple) else batch,
         batch_dims=batch_dims,
         **given,
     )
     request = Request(cluster=cluster, constraints=fixed, optimizer=optimizer, allow_coupled=allow_coupled)
-    return plan_function(who, example, request, progress)[0]
+    return plan_function(who.with_given(**given), example, request, progress)[0]
 
 
 def parallelize(
@@ -206,7 +206,9 @@ def _subject(
         defaults = Defaults(params=fn.params, batch=fn.batch, frozen=fn.frozen, model_state=fn.model_state)
         if isinstance(batch_dims, str) and fn.batch_dims is not None:
             batch_dims = fn.batch_dims
-        return subject(fn.loss_fn, takes, is_loss=trains), defaults, batch_dims
+        outputs_fn = getattr(fn, "outputs_fn", None)
+        call = fn.loss_fn if trains or outputs_fn is None else outputs_fn
+        return subject(call, takes, is_loss=trains), defaults, batch_dims
     return subject(fn, takes, is_loss=trains, spread=not trains), Defaults(), batch_dims
 
 

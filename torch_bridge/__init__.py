@@ -4,6 +4,8 @@ Importing this package changes nothing in torch: no device is registered, nothin
 """
 
 from torch_bridge.convert import convert as convert
+from torch_bridge.coverage import Coverage as Coverage
+from torch_bridge.coverage import coverage as coverage
 from torch_bridge.errors import BridgeError as BridgeError
 from torch_bridge.errors import UnsupportedOpError as UnsupportedOpError
 from torch_bridge.lowerings.registry import register_lowering as register_lowering

@@ -5,6 +5,7 @@ What remains without one is reported with operator, module path and source line.
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
         return None
     if op in decomposition_table:
         return decomposition_table[op]
-    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return op.decompose
-    return None
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not op.has_kernel_for_dispatch_key(composite):
+        return None
+    kernel = op.py_kernels.get(composite)
+    # Not op.decompose: while decomposing, the operator's own entry is the function returned here.
+    return kernel if callable(kernel) else partial(op._op_dk, composite)

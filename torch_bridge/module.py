@@ -6,6 +6,7 @@ tensor that a step could change; the module itself is kept to export it at shape
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +45,7 @@ class ModuleLoss:
     weight: Any = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class JaxModule:
     """A converted module; made by `torch_bridge.convert`.
 
@@ -77,6 +78,11 @@ class JaxModule:
     def one_export(self) -> bool:
         """Whether one program serves every batch size (else each size is exported when met)."""
         return self.programs.reason is None
+
+    def __repr__(self) -> str:
+        sizes = [sum(math.prod(leaf.shape) for leaf in part.values()) for part in (self.params, self.frozen, self.buffers)]
+        name = type(self.programs.wrapper.module).__name__
+        return f"JaxModule({name}: {sizes[0]:,} parameters, {sizes[1]:,} frozen, {sizes[2]:,} in buffers)"
 
     def apply(
         self,

@@ -5,7 +5,8 @@ second export fails, the module is exported again for each shape it meets. Other
 always another export. Exports are cached by shape.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch_bridge import shapes
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable, OutputTree, export
 from torch_bridge.interpret import check
-from torch_bridge.program import Graph, Ref
+from torch_bridge.program import Graph
 from torch_bridge.shapes import BatchDims, DifferentStructure
-from torch_bridge.signature import Destination, Names, Signature, Source, read_graph, read_signature
+from torch_bridge.signature import Destination, Names, Signature, read_graph, read_signature
 from torch_bridge.simplify import simplify
 
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -118,6 +119,8 @@ def make_programs(
     guesses = list(shapes.batch_dim_candidates(example)) if dims is None else [(_stated_rows(example, dims), dims)]
     reasons: list[str] = []
     for _, guess in guesses:
+        if all(dim is None for dim in guess):
+            continue
         try:
             program, used = _for_any_rows(wrapper, names, example, guess)
         except (DifferentStructure, BridgeError) as error:
@@ -157,8 +160,6 @@ def _for_any_rows(
     other = 2 * rows + 1
     used = shapes.resized(example, dims, rows)
     small = _once(wrapper, names, used, rows)
-    if all(dim is None for dim in dims):
-        raise DifferentStructure("no tensor has a batch dim")
     large = _once(wrapper, names, shapes.resized(example, dims, other), other)
     _same_signature(small, large)
     graph = shapes.merge(small.graph, large.graph, (rows, other))
@@ -220,20 +221,14 @@ def _same_ranks(wanted: Shapes, example: Sequence[torch.Tensor], paths: Sequence
             )
 
 
-class _flags:  # noqa: N801 - used as a function
+@contextlib.contextmanager
+def _flags(wanted: Sequence[tuple[torch.nn.Module, bool]]) -> Iterator[None]:
     """Put train and eval flags back to what they were at convert, for the time of an export."""
-
-    def __init__(self, training: Sequence[tuple[torch.nn.Module, bool]]) -> None:
-        self.wanted = training
-
-    def __enter__(self) -> None:
-        self.found = [(module, module.training) for module, _ in self.wanted]
-        for module, flag in self.wanted:
+    found = [(module, module.training) for module, _ in wanted]
+    try:
+        for module, flag in wanted:
             module.training = flag
-
-    def __exit__(self, *_: object) -> None:
-        for module, flag in self.found:
+        yield
+    finally:
+        for module, flag in found:
             module.training = flag
-
-
-__all__ = ["Program", "Programs", "Ref", "Source", "make_programs"]

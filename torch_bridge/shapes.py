@@ -5,6 +5,7 @@ differs is a * rows + b. A secant through two points also fits what is not a lin
 looks like that (a negative offset) the caller confirms it at a third size.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ def batch_dim_candidates(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int,
     """Guesses of (rows, batch dim of every tensor), best first.
 
     Rows are the commonest leading size. First guess: dim 0 of every tensor that leads with it. Second:
-    also the one dim of that size of tensors that do not lead with it (LSTM states, batch_first=False).
+    the one dim of that size of every tensor. Then sizes that are the second dim of two tensors or more
+    (an LSTM's sequence and states, batch_first=False).
     """
     leading = Counter(t.shape[0] for t in tensors if t.ndim)
     if not leading:
@@ -32,7 +34,8 @@ def batch_dim_candidates(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int,
     rows = leading.most_common(1)[0][0]
     first = tuple(0 if t.ndim and t.shape[0] == rows else None for t in tensors)
     yield rows, first
-    for size in dict.fromkeys([rows, *(t.shape[1] for t in tensors if t.ndim > 1)]):
+    second = Counter(t.shape[1] for t in tensors if t.ndim > 1)
+    for size in dict.fromkeys([rows, *(size for size, count in second.most_common() if count > 1)]):
         dims = tuple(_only_dim(t, size) for t in tensors)
         if dims != first and any(dim is not None for dim in dims):
             yield size, dims
@@ -107,7 +110,7 @@ def _merge_tree(a: Any, b: Any, rows: tuple[int, int]) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return a is b or bool(a == b) or (isinstance(a, float) and a != a and b != b)
+    return a is b or bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
 def doubtful(graph: Graph) -> bool:

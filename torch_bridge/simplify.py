@@ -5,6 +5,7 @@ reads every element once. As a gather it looks as if examples saw each other; as
 the batch dim stays plain.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ def _reshaped(graph: Graph, node: Node, input_shapes: tuple[tuple[int, ...], ...
     dims = [count[0] for count in counts if count is not None]
     sizes = tuple(count[1] for count in counts if count is not None)
     # Dims are counted from the right: they must fall for the elements to stay in order.
-    if sizes != shape or any(a <= b for a, b in zip(dims, dims[1:], strict=False)):
+    if sizes != shape or any(a <= b for a, b in itertools.pairwise(dims)):
         return node
     return replace(node, operator=_aten.reshape.default, args=(source, node.shape))
 

@@ -49,7 +49,7 @@ class Size:
     num_steps: int
 
 
-FULL = Size(num_layers=8, hidden=256, vocabulary=2048, rows=32, length=64, num_steps=20)
+FULL = Size(num_layers=6, hidden=128, vocabulary=1024, rows=16, length=64, num_steps=12)
 SHORT = Size(num_layers=4, hidden=64, vocabulary=512, rows=16, length=32, num_steps=4)
 
 
@@ -140,8 +140,8 @@ def _batch(size: Size, seed: int) -> dict[str, Any]:
     """Rows of skewed random tokens and unequal lengths; one token in seven is to be guessed."""
     torch, generator = _load("torch"), np.random.default_rng(seed)
     shape = (size.rows, size.length)
-    # The square of a uniform number makes small tokens common: something to learn in a few steps.
-    tokens = (generator.random(shape) ** 2 * (size.vocabulary - 1)).astype(np.int64) + 1
+    # A power of a uniform number makes small tokens common: something to learn in a few steps.
+    tokens = (generator.random(shape) ** 6 * (size.vocabulary - 1)).astype(np.int64) + 1
     lengths = generator.integers(size.length // 2, size.length + 1, (size.rows, 1))
     there = np.arange(size.length) < lengths
     guessed = there & (generator.random(shape) < 1 / 7)

@@ -5,12 +5,15 @@ or masks its derivative needs, and only for operands whose gradient is asked. A 
 parameters, other program inputs, prologue results and small constants are held anyway and not counted.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
+from jax.extend import core as jex
 
 from rannc_jax.contract import Remat
 from rannc_jax.cost import primitives
@@ -59,13 +62,7 @@ _LINEAR = (
     | primitives.RANDOM
     | primitives.names("add sub neg add_any real imag conj complex reduce_sum cumsum slice reduce_window_sum")
 )
-_PRODUCTS = primitives.MATMULS | primitives.CONVOLUTIONS | {"mul"}
-_KEEPS_RESULT = primitives.names("exp exp2 sqrt cbrt rsqrt logistic")
-_KEEPS_ONE = primitives.names(
-    "sin cos tan log log1p expm1 asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv integer_pow "
-    "square abs lgamma digamma"
-)
-_KEEPS_TWO = primitives.names("tanh pow atan2")
+_PRODUCTS = primitives.MATMULS | primitives.CONVOLUTIONS
 _INDEXED = frozenset({"gather", "dynamic_slice", "dynamic_update_slice"}) | primitives.SCATTERS
 
 
@@ -255,10 +252,8 @@ def _rule(twins: Twins, index: int, op: Operation, gradients: Collection[int]) -
         return [other for on, other in zip(active[:2], (op.reads[1], op.reads[0]), strict=True) if on]
     if name in _RULES:
         return _RULES[name](index, op, active)
-    if name in _KEEPS_RESULT:
-        return [op.writes[0]]
-    if name in _KEEPS_ONE or name in _KEEPS_TWO:
-        return [Temporary(index, n, op.writes[0]) for n in range(2 if name in _KEEPS_TWO else 1)]
+    if name in primitives.ARITHMETIC | primitives.TRANSCENDENTAL:
+        return _elementwise(index, op, active)
     if name in _INDEXED:
         return [v for v in op.reads if v != NO_VALUE and _is_integer(twins.first.avals[v])]
     return [*op.reads, *op.writes]
@@ -267,29 +262,74 @@ def _rule(twins: Twins, index: int, op: Operation, gradients: Collection[int]) -
 Rule = Callable[[int, Operation, list[bool]], list[Residual]]
 
 
-def _divide(index: int, op: Operation, active: list[bool]) -> list[Residual]:
-    """d(x / y) = dx / y - x y^-2 dy."""
-    numerator, denominator = op.reads
-    kept: list[Residual] = [denominator] if active[0] else []
-    return [*kept, numerator, Temporary(index, 0, denominator)] if active[1] else kept
+# Shapes to ask JAX with: results and most operands are full; an operand may be one along some dims.
+_SCALAR, _FULL, _THIN = (), (3, 5), (3, 1)
 
 
-def _extremum(index: int, op: Operation, active: list[bool]) -> list[Residual]:
-    """Each operand gets its gradient through a float mask of where it won; relu keeps a bool mask."""
-    itemsize = 1 if op.custom_jvp else None
-    return [Temporary(index, n, op.writes[0], itemsize) for n, on in enumerate(active) if on]
+def _elementwise(index: int, op: Operation, active: list[bool]) -> list[Residual]:
+    """What JAX itself keeps, found by differentiating the primitive at a tiny size."""
+    if op.custom_jvp and op.name in ("max", "min"):
+        return [Temporary(index, 0, op.writes[0], 1)]  # relu and its kind keep a bool mask
+    whole = op.eqn.outvars[0].aval.shape
+    shapes = [
+        _SCALAR if a.aval.shape == () else _FULL if a.aval.shape == whole else _THIN for a in op.eqn.invars
+    ]
+    dtypes = [a.aval.dtype for a in op.eqn.invars]
+    constant = [v == NO_VALUE for v in op.reads]
+    params = tuple(sorted(op.eqn.params.items()))
+    operands = tuple(zip(shapes, dtypes, constant, active, strict=True))
+    thin = next((v for v, s in zip(op.reads, shapes, strict=True) if s == _THIN), NO_VALUE)
+    kept: list[Residual] = []
+    for position, (where, shape, itemsize) in enumerate(_asked(op.eqn.primitive, params, operands)):
+        if where is None:
+            like = op.writes[0] if shape == _FULL else thin
+            kept.append(Temporary(index, position, like, itemsize))
+        else:
+            kept.append((*op.reads, op.writes[0])[where])
+    return kept
+
+
+@functools.lru_cache(maxsize=4096)
+def _asked(
+    primitive: jex.Primitive,
+    params: tuple[tuple[str, Any], ...],
+    operands: tuple[tuple[tuple[int, ...], Any, bool, bool], ...],
+) -> tuple[tuple[int | None, tuple[int, ...], int], ...]:
+    """Residuals of an elementwise primitive as (operand number or one more for the result, shape, itemsize).
+
+    Of each operand `operands` says: shape, dtype, whether it is a constant, whether it wants a gradient.
+    What derives from constants alone is made again for nothing and left out, and so are scalars.
+    """
+    chosen = [i for i, (*_, on) in enumerate(operands) if on]
+
+    def whole(*values: Any) -> tuple[Any, list[Any]]:
+        def apply(some: list[Any]) -> Any:
+            full = [
+                np.ones(s, d) if const else v for (s, d, const, _), v in zip(operands, values, strict=True)
+            ]
+            for i, x in zip(chosen, some, strict=True):
+                full[i] = x
+            return primitive.bind(*full, **dict(params))
+
+        out, pull = jax.vjp(apply, [values[i] for i in chosen])
+        return out, jax.tree.leaves(pull)
+
+    core = jax.make_jaxpr(whole)(*(jax.ShapeDtypeStruct(s, d) for s, d, *_ in operands)).jaxpr
+    varying = set(core.invars)
+    for eqn in core.eqns:
+        if any(not isinstance(a, jex.Literal) and a in varying for a in eqn.invars):
+            varying.update(eqn.outvars)
+    named = {v: i for i, v in enumerate((*core.invars, core.outvars[0]))}
+    leaves = [a for a in core.outvars[1:] if not isinstance(a, jex.Literal) and a in varying]
+    return tuple(
+        (named.get(a), a.aval.shape, np.dtype(a.aval.dtype).itemsize)
+        for a in dict.fromkeys(leaves)
+        if a.aval.shape != _SCALAR
+    )
 
 
 def _reduced_extremum(index: int, op: Operation, active: list[bool]) -> list[Residual]:
     return [Temporary(index, 0, op.reads[0]), op.writes[0]]
-
-
-def _select(index: int, op: Operation, active: list[bool]) -> list[Residual]:
-    return [op.reads[0]]
-
-
-def _clamp(index: int, op: Operation, active: list[bool]) -> list[Residual]:
-    return [Temporary(index, 0, op.writes[0], 1)]
 
 
 def _sort(index: int, op: Operation, active: list[bool]) -> list[Residual]:
@@ -297,13 +337,8 @@ def _sort(index: int, op: Operation, active: list[bool]) -> list[Residual]:
 
 
 _RULES: dict[str, Rule] = {
-    "div": _divide,
-    "max": _extremum,
-    "min": _extremum,
     "reduce_max": _reduced_extremum,
     "reduce_min": _reduced_extremum,
-    "select_n": _select,
-    "clamp": _clamp,
     "sort": _sort,
     "top_k": _sort,
 }

@@ -73,7 +73,7 @@ class Kernels:
         self.fused = fuse(twins, group, escaping)
         rows = _Rows()
         _measure(rows, twins, self.fused, gradients, times=1, operation=None)
-        self._units = rows.unit
+        self._units, self._unit = np.unique(np.asarray(rows.unit, str), return_inverse=True)
         self._share = np.asarray(rows.share)
         self._times = np.asarray(rows.times)
         self._saved = np.asarray(rows.saved, bool)
@@ -118,7 +118,7 @@ class Kernels:
     def _seconds(
         self, device: DeviceSpec, work: np.ndarray, moved: np.ndarray, launches: np.ndarray | float
     ) -> np.ndarray:
-        rates = np.asarray([rate(device, unit) for unit in self._units]) * self._share
+        rates = np.asarray([rate(device, str(unit)) for unit in self._units])[self._unit] * self._share
         return np.maximum(work / rates, moved / device.bytes_per_s) + device.launch_s * launches
 
 

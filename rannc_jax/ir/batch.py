@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax.extend import core as jex
-from jax.extend import source_info_util
 
-from rannc_jax.ir.batch_call import Findings
+from rannc_jax.ir.batch_call import Findings, where
 from rannc_jax.ir.batch_flow import Flow, Kind, Site
 from rannc_jax.ir.batch_info import (
     BatchInfo,
@@ -159,8 +158,7 @@ def _producer(program: Program, value: int) -> Site | None:
     """The equation that defines a value; None for inputs."""
     for index, eqn in enumerate(program.eqns):
         if any(program.value_ids[v] == value for v in eqn.outvars):
-            source = source_info_util.summarize(eqn.source_info)
-            return Site(index, eqn.primitive.name, str(eqn.source_info.name_stack), source)
+            return Site(index, eqn.primitive.name, *where(eqn, program.eqns))
     return None
 
 

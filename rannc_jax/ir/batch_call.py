@@ -46,7 +46,7 @@ class Call:
     """An equation, its twin, and the flows of its operands.
 
     `equation` is the index of the top-level equation it is in, `top` whether it is that one, `marked`
-    whether it is under the name scope of `separable`.
+    whether it is under the name scope of `separable`, `siblings` the equations it is one of.
     """
 
     findings: Findings
@@ -57,6 +57,7 @@ class Call:
     top: bool
     marked: bool
     run: Callable[..., list[Flow]]
+    siblings: Sequence[jex.JaxprEqn]
 
     @property
     def name(self) -> str:
@@ -68,10 +69,7 @@ class Call:
 
     @property
     def site(self) -> Site:
-        info = self.eqn.source_info
-        source = source_info_util.summarize(info)
-        source = "" if source.startswith("<unknown") else source
-        return Site(self.equation, self.name, str(info.name_stack), source)
+        return Site(self.equation, self.name, *where(self.eqn, self.siblings))
 
     def shape(self, operand: int) -> tuple[int, ...]:
         return self.eqn.invars[operand].aval.shape
@@ -140,6 +138,23 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def where(eqn: jex.JaxprEqn, siblings: Sequence[jex.JaxprEqn]) -> tuple[str, str]:
+    """Module path and source line of an equation.
+
+    Functions that JAX keeps traced (`jnp.sort`) have no line of the user's: the last line before is told.
+    """
+    path = str(eqn.source_info.name_stack)
+    source = source_info_util.summarize(eqn.source_info)
+    if "<unknown" not in source and source:
+        return path, source
+    position = next(i for i, other in enumerate(siblings) if other is eqn)
+    for other in reversed(siblings[:position]):
+        source = source_info_util.summarize(other.source_info)
+        if "<unknown" not in source and source:
+            return path, f"near {source}"
+    return path, ""
 
 
 def is_marked(eqn: jex.JaxprEqn) -> bool:

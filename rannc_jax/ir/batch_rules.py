@@ -101,13 +101,29 @@ def _bitcast(call: Call) -> list[Flow]:
 @rule("add", "sub", "add_any", "add_jaxvals")
 def _add(call: Call) -> list[Flow]:
     left, right = call.flows
+    same = _row_numbers_kept(call, 0.0)
+    if same is not None:
+        return [same]
     if call.name == "sub" and left.zero:
         right = replace(right, constant=None, root=None)
     return placed(call, replace(algebra.add(call, left, right), constant=None))
 
 
+def _row_numbers_kept(call: Call, neutral: float) -> Flow | None:
+    """0 + arange(rows) and 1 * arange(rows) are still the numbers of the rows."""
+    left, right = call.flows
+    if right.kind is Kind.FREE and right.constant == neutral and left.kind is Kind.INDEX:
+        return left
+    if left.kind is Kind.FREE and left.constant == neutral and right.kind is Kind.INDEX:
+        return None if call.name == "sub" else right
+    return None
+
+
 @rule("mul")
 def _multiply(call: Call) -> list[Flow]:
+    same = _row_numbers_kept(call, 1.0)
+    if same is not None:
+        return [same]
     return placed(call, algebra.multiply(call, *call.flows))
 
 

@@ -168,18 +168,23 @@ def _dot(call: Call) -> list[Flow]:
     if roles == [("", 0), ("", 0)]:
         return [replace(product, constant=None)]
     if roles[0][0] == roles[1][0] == "contract" and roles[0][1] == roles[1][1]:
-        firm = {f.layout for f in (left, right) if not f.loose}
-        if len(firm) > 1:
+        firm = [f for f in (left, right) if not f.loose]
+        if len(_shares(firm)) > 1:
             raise Coupled
         if product.kind in (Kind.ROWS, Kind.FREE):
             return [total(call, product, 0 if left.kind is Kind.ROWS else 1)]
         raise Coupled
     if roles[0][0] == roles[1][0] == "batch" and roles[0][1] == roles[1][1]:
         firm = [f for f in (left, right) if not f.loose] or [left]
-        if len({f.layout for f in firm}) == 1:
+        if len(_shares(firm)) == 1:
             return [_relaid(product, firm[0], roles[0][1])]
         raise Coupled
     return [_dot_free(call, product, roles)]
+
+
+def _shares(flows: list[Flow]) -> set[tuple[int, int] | None]:
+    """How rows share their dim with other indices; the operands of a product may have it in any place."""
+    return {None if f.layout is None else (f.layout.outer, f.layout.inner) for f in flows}
 
 
 def _relaid(product: Flow, like: Flow, dim: int) -> Flow:

@@ -84,6 +84,7 @@ class BatchRun:
                 top=equation is None,
                 marked=marked or is_marked(eqn),
                 run=self.inner,
+                siblings=core.eqns,
             )
             known = folded(call)
             if known is not None:

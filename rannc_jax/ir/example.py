@@ -6,7 +6,7 @@ arguments and which dim of every batch leaf carries the rows. Both are data: not
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,14 +26,21 @@ class Subject:
     Args:
         fn: `fn(params, batch, **keywords)`, or `fn(params, *batch)` if `spread`.
         takes: which of "rng", "model_state", "frozen" it takes.
+        optional: those of them that have a default; they are taken only if they are given.
         is_loss: the result is a loss (else: any outputs, forward only).
         spread: the batch is a tuple of positional arguments.
     """
 
     fn: Callable[..., Any]
     takes: frozenset[str]
+    optional: frozenset[str] = frozenset()
     is_loss: bool = True
     spread: bool = False
+
+    def with_given(self, **given: Any) -> "Subject":
+        """The subject that takes what is required and what is given (not None)."""
+        left_out = {name for name in self.optional if given.get(name) is None}
+        return replace(self, takes=self.takes - left_out, optional=frozenset())
 
     @property
     def name(self) -> str:
@@ -52,18 +59,22 @@ def subject(
     Raises:
         TraceError: `takes` names something else than rng, model_state, frozen.
     """
+    optional: set[str] = set()
     if takes is None:
         try:
-            names: Iterable[str] = inspect.signature(fn).parameters
+            found = inspect.signature(fn).parameters
         except (TypeError, ValueError):
-            names = ()
-        takes = [name for name in KEYWORDS if name in names]
+            found = {}
+        takes = [name for name in KEYWORDS if name in found]
+        optional = {name for name in takes if found[name].default is not inspect.Parameter.empty}
     unknown = sorted(set(takes) - set(KEYWORDS))
     if unknown:
         raise TraceError(
             message(f"takes={unknown} is not understood.", hint=f"any of {', '.join(KEYWORDS)}.")
         )
-    return Subject(fn=fn, takes=frozenset(takes), is_loss=is_loss, spread=spread)
+    return Subject(
+        fn=fn, takes=frozenset(takes), optional=frozenset(optional), is_loss=is_loss, spread=spread
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ RESIDUAL_NAME = "rannc_residual"  # the checkpoint_name under which values are k
 
 # What may lie between a score and its softmax: scaling, bias, masks, casts.
 _PASSES = frozenset(
-    "mul div add sub select_n convert_element_type max min neg broadcast_in_dim reshape stop_gradient "
-    "custom_jvp_call reduce_precision".split()
+    "mul div add sub select_n convert_element_type max min neg broadcast_in_dim reshape transpose "
+    "squeeze stop_gradient custom_jvp_call reduce_precision".split()
 )
 _SOFTMAX = frozenset({"reduce_max", "exp", "exp2", "argmax"})
 

@@ -69,12 +69,18 @@ class Program:
     const_values: tuple[Any, ...] = ()
     vars: tuple[jex.Var, ...] = field(init=False)
     value_ids: dict[jex.Var, int] = field(init=False)
+    _reads: tuple[tuple[int, ...], ...] = field(init=False)
+    _writes: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         core = self.jaxpr.jaxpr
         numbered = [*core.invars, *(v for eqn in core.eqns for v in eqn.outvars)]
         object.__setattr__(self, "vars", tuple(numbered))
-        object.__setattr__(self, "value_ids", {v: i for i, v in enumerate(numbered)})
+        ids = {v: i for i, v in enumerate(numbered)}
+        object.__setattr__(self, "value_ids", ids)
+        read = ([ids[a] for a in e.invars if not isinstance(a, jex.Literal) and a in ids] for e in core.eqns)
+        object.__setattr__(self, "_reads", tuple(tuple(dict.fromkeys(found)) for found in read))
+        object.__setattr__(self, "_writes", tuple(tuple(ids[v] for v in e.outvars) for e in core.eqns))
 
     @property
     def eqns(self) -> Sequence[jex.JaxprEqn]:
@@ -86,12 +92,11 @@ class Program:
 
     def reads(self, equation: int) -> tuple[int, ...]:
         """Value ids that an equation reads, each once, in operand order."""
-        ids = (self.value_id(atom) for atom in self.eqns[equation].invars)
-        return tuple(dict.fromkeys(i for i in ids if i is not None))
+        return self._reads[equation]
 
     def writes(self, equation: int) -> tuple[int, ...]:
         """Value ids that an equation defines, in output order."""
-        return tuple(self.value_ids[v] for v in self.eqns[equation].outvars)
+        return self._writes[equation]
 
     def output_ids(self) -> tuple[int | None, ...]:
         """Value id of every output; None where an output is a literal or small constant."""

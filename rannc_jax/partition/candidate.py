@@ -75,6 +75,16 @@ class Evaluation:
         return max(price.fullness for price in self.prices)
 
     @property
+    def rank(self) -> tuple[float, int, int, float]:
+        """What the search makes smallest: the step, and of equally fast plans the simplest and emptiest.
+
+        Seconds are rounded to ten digits, so that the order of additions decides nothing.
+        """
+        candidate = self.candidate
+        step_s = float(f"{self.step_s:.10g}")
+        return step_s, candidate.num_microbatches, candidate.num_stages, self.fullness
+
+    @property
     def busiest_s(self) -> float:
         """Seconds that the busiest stage works on its microbatches."""
         work = max(price.forward_s + price.backward_s for price in self.prices)

@@ -4,7 +4,7 @@ For one number of microbatches m and one schedule, a plan of consecutive stages 
 
     sum of (forward + backward + transfers)  +  (m - 1) x the busiest stage
 
-so a plan is good if both the sum and the busiest stage are small. The programme finds the least sum
+(with one microbatch: + the longest tail), so a plan is good if both the sum and the busiest stage are small. The programme finds the least sum
 under a cap on the busiest stage, for a ladder of caps from the least possible one upwards: the useful
 part of the Pareto front, not one label a cell. It keeps the number of stages apart, counted from the
 last stage, because that is what the memory of 1F1B depends on. Plans are estimates here; the caller
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from rannc_jax.contract import Remat
 from rannc_jax.partition.candidate import Candidate
 from rannc_jax.partition.constraints import Constraints, NamedSchedule
-from rannc_jax.partition.interval import IntervalCosts, IntervalTable, Matrix, Site
+from rannc_jax.partition.interval import IntervalCosts, IntervalTable, Matrix, Site, busy_weight
 from rannc_jax.partition.space import Space, replica_counts
 from rannc_jax.partition.stage import Placement, StageModel
 
 CAP_STEP = 1.04
-"""Ratio of the ladder of caps: the share of a step that may be lost between two rungs."""
+"""Least ratio of the ladder of caps: the share of a step that may be lost between two rungs."""
 MOST_CAPS = 10
 PATIENCE = 4
 """Layers in a row that may be too slow before more stages are given up."""
@@ -76,7 +76,7 @@ class ChainSearch:
         self.space = space
         self.schedule = schedule
         self.num_microbatches = num_microbatches
-        self.waves = num_microbatches - 1
+        self.weight = busy_weight(num_microbatches)
         self.closed = np.zeros(self.model.num_blocks + 1, dtype=bool)
         if space.boundaries is not None:
             self.closed[:] = True
@@ -90,39 +90,48 @@ class ChainSearch:
         One sweep that forgets the number of stages: each stage keeps as little in flight as the last
         one. Cheap, and exact where nothing depends on the number (GPipe, no constraint by stage).
         """
-        self._least_busy_s = 0.0
-        if self.waves > 0:
-            self._least_busy_s = float(self._sweep(np.maximum, lambda table: table.busy_s).value[0, 0])
+        least_busy_s = float(self._sweep(np.maximum, lambda table: table.busy_s).value[0, 0])
         least_sum_s = float(self._sweep(np.add, lambda table: table.sum_s).value[0, 0])
-        cap = self._least_busy_s * CAP_STEP if self.waves > 0 else math.inf
-        layer = self._sweep(np.add, functools.partial(_capped, cap=cap))
-        if math.isinf(least_sum_s) or math.isinf(layer.value[0, 0]):
-            return least_sum_s + self.waves * self._least_busy_s, None
-        return least_sum_s + self.waves * self._least_busy_s, self._candidate(itertools.repeat(layer))
+        self._least_busy_s = least_busy_s
+        layer = self._sweep(np.add, functools.partial(_capped, cap=least_busy_s * CAP_STEP))
+        outlook_s = least_sum_s + self.weight * least_busy_s
+        if math.isinf(outlook_s) or math.isinf(layer.value[0, 0]):
+            return outlook_s, None
+        return outlook_s, self._candidate(itertools.repeat(layer))
 
     def estimates(self, beat_s: float = math.inf) -> Iterator[Estimate]:
         """Good plans, one for each rung and number of stages, as long as one may be near `beat_s`.
 
-        To be called after `outlook`.
+        To be called after `outlook`, where that was finite.
         """
-        most_sum_s = beat_s - self.waves * self._least_busy_s
+        most_sum_s = beat_s - self.weight * self._least_busy_s
         layers = self._solve(np.add, lambda table: table.sum_s, most_sum_s=most_sum_s)
+        rung = list(self._estimates(layers, most_sum_s))
+        yield from rung
+        found = min((estimate.step_s for estimate in rung), default=math.inf)
         least_sum_s = min((self._value(layers, k) for k in self._ends(layers)), default=math.inf)
-        if self.waves == 0 or math.isinf(least_sum_s):
-            yield from self._estimates(layers, most_sum_s)
+        if math.isinf(least_sum_s):
             return
         most_stages = len(layers) - 1
         tight = self._solve(np.maximum, lambda table: table.busy_s, most_stages=most_stages)
         cap = min(self._value(tight, k) for k in self._ends(tight)) * (1 + 1e-9)
-        found = beat_s
+        most_cap = (min(found, beat_s) - least_sum_s) / self.weight
+        ratio = (
+            max(CAP_STEP, (most_cap / cap) ** (1 / MOST_CAPS)) if 0 < cap < most_cap < math.inf else CAP_STEP
+        )
+        worse = 0
         for _ in range(MOST_CAPS):
-            for estimate in self._estimates(layers, most_sum_s):
-                found = min(found, estimate.step_s)
-                yield estimate
-            if least_sum_s + self.waves * cap / CAP_STEP > found:
+            most_sum_s = beat_s - self.weight * cap / ratio
+            pick = functools.partial(_capped, cap=cap)
+            layers = self._solve(np.add, pick, most_sum_s=most_sum_s, most_stages=most_stages)
+            rung = list(self._estimates(layers, most_sum_s))
+            yield from rung
+            best = min((estimate.step_s for estimate in rung), default=math.inf)
+            worse = worse + 1 if found <= best < math.inf else 0
+            found = min(found, best)
+            if worse == 2 or least_sum_s + self.weight * cap > min(found, beat_s):
                 return
-            layers = self._solve(np.add, functools.partial(_capped, cap=cap), most_stages=most_stages)
-            cap *= CAP_STEP
+            cap *= ratio
 
     def smallest(self) -> list[Candidate]:
         """For each number of stages the plan whose fullest device is least full, whatever its speed."""
@@ -201,10 +210,9 @@ class ChainSearch:
         if self.model.is_uniform:
             return
         value, replicas = layer.value[:, blocks], layer.replicas[:, blocks]
-        for device in range(self.model.num_devices - 1, -1, -1):
-            idle = value[device + 1] < value[device]
-            value[device, idle] = value[device + 1, idle]
-            replicas[device, idle] = SKIP_DEVICE
+        later = np.minimum.accumulate(value[::-1], axis=0)[::-1]
+        replicas[later < value] = SKIP_DEVICE
+        np.copyto(value, later)
 
     def _stage(self, after: int) -> int:
         """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
@@ -258,7 +266,7 @@ class ChainSearch:
             end = begin + len(placed.blocks)
             sum_s += float(table.sum_s[begin, end])
             busiest_s = max(busiest_s, float(table.busy_s[begin, end]))
-        return Estimate(step_s=sum_s + self.waves * busiest_s, candidate=candidate)
+        return Estimate(step_s=sum_s + self.weight * busiest_s, candidate=candidate)
 
     def _candidate(self, layers: Iterable[_Layer]) -> Candidate:
         """Follow the choices from the first block and device."""

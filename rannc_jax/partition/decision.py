@@ -85,7 +85,7 @@ def decide(
         bubble_fraction=best.bubble_fraction,
         transfers=best.transfers,
         tail_s=tuple(price.tail_s for price in best.prices),
-        bound_s=min(bound_s, best.step_s),
+        bound_s=bound_s,
         is_optimal=is_optimal,
         crossings=_crossings(model, stage_of),
         ties=_ties(model, stage_of),
@@ -110,7 +110,7 @@ def _runners_up(best: Evaluation, others: Sequence[Evaluation], most: int = 5) -
     """The best of each other number of stages and schedule."""
     seen = {(best.candidate.num_stages, best.candidate.schedule.name)}
     result: list[RunnerUp] = []
-    for other in sorted(others, key=lambda other: other.step_s):
+    for other in sorted(others, key=lambda other: other.rank):
         key = (other.candidate.num_stages, other.candidate.schedule.name)
         if key not in seen and len(result) < most:
             seen.add(key)
@@ -134,8 +134,8 @@ def _reason(best: Evaluation, other: Evaluation) -> str:
         ),
     )
     name, loses_s, wins_s = max(parts, key=lambda part: part[1] - part[2])
-    if other.step_s <= best.step_s:
-        return "as fast; the plan with the smaller index was taken"
+    if other.rank[0] <= best.rank[0]:
+        return "as fast; the plan with fewer parts and less memory was taken"
     return f"{name} {1e3 * loses_s:.3g} ms, against {1e3 * wins_s:.3g} ms"
 
 

@@ -124,7 +124,7 @@ class _Walk:
         if self.model.is_uniform and first > 0:
             stages = tuple(Placement(s.blocks, s.first_device - first, s.num_replicas) for s in stages)
         found = self.evaluator(Candidate(self.schedule, self.case.num_microbatches, stages))
-        if found is not None and found.step_s < self.best_s:
+        if found is not None and (self.best is None or found.rank < self.best.rank):
             self.best = found
 
     def _placements(self, blocks: tuple[int, ...], devices: int, after: int) -> list[Placement]:

@@ -41,7 +41,8 @@ class IntervalTable:
 
     Args:
         sum_s: what a stage adds to the time of one microbatch's way through the pipeline.
-        busy_s: what it spends on each further microbatch, or its transfer if that is slower.
+        busy_s: what it spends on each further microbatch (or its transfer if that is slower), its tail
+            spread over them; the tail alone where there is one microbatch.
         fullness: peak over limit under the remat that needs least, fitting or not.
     """
 
@@ -104,10 +105,12 @@ class IntervalCosts:
             fullness = np.minimum(fullness, full)
         into_s, back_s = self._entry_seconds(site, rows, trains)
         tail_s = self._tail(site, replicas, rows)
-        waves = num_microbatches - 1
         work_s = forward + backward
-        sum_s = work_s + into_s + back_s + (tail_s if waves == 0 else 0.0)
-        busy_s = np.maximum(work_s + tail_s / max(waves, 1), np.maximum(into_s, back_s))
+        sum_s = work_s + into_s + back_s
+        busy_s = tail_s
+        if num_microbatches > 1:
+            spread_s = work_s + tail_s / busy_weight(num_microbatches)
+            busy_s = np.maximum(spread_s, np.maximum(into_s, back_s))
         return IntervalTable(
             sum_s=np.where(self.is_stage, sum_s, np.inf),
             busy_s=np.where(self.is_stage, busy_s, np.inf),
@@ -208,6 +211,11 @@ class IntervalCosts:
             residual_bytes={r: _between([price.residual_bytes[r] for price in prices]) for r in Remat},
             working_bytes={r: _largest([price.working_bytes[r] for price in prices]) for r in Remat},
         )
+
+
+def busy_weight(num_microbatches: int) -> int:
+    """How often the busiest stage counts in the estimate of a step."""
+    return max(num_microbatches - 1, 1)
 
 
 @dataclass(frozen=True, slots=True)

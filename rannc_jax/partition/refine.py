@@ -27,7 +27,7 @@ def refine(evaluator: Evaluator, space: Space, start: Evaluation, *, most_tried:
                 continue
             tried.add(candidate)
             found = evaluator(candidate)
-            if found is not None and found.step_s < best.step_s:
+            if found is not None and found.rank < best.rank:
                 best, improved = found, True
                 break
     return best

@@ -123,12 +123,12 @@ class _Pool:
 
     def add(self, found: Evaluation) -> None:
         self.priced[found.candidate] = found
-        if found.step_s < self.best_s:
+        if self.best is None or found.rank < self.best.rank:
             self.best = found
 
     def ranked(self) -> list[Evaluation]:
         """Those that fit, best first; of equals the first that was found."""
-        return sorted((e for e in self.priced.values() if e is not None), key=lambda e: e.step_s)
+        return sorted((e for e in self.priced.values() if e is not None), key=lambda e: e.rank)
 
 
 def _propose(pool: _Pool, space: Space) -> None:
@@ -146,7 +146,7 @@ def _propose(pool: _Pool, space: Space) -> None:
             cases.append((outlook_s, chain))
     proposals: list[Estimate] = []
     for outlook_s, chain in sorted(cases, key=lambda case: case[0]):
-        if outlook_s <= pool.best_s * NEAR:
+        if math.isfinite(outlook_s) and outlook_s <= pool.best_s * NEAR:
             found = list(chain.estimates(beat_s=pool.best_s * NEAR))
             if found:
                 pool.price(min(found, key=lambda estimate: estimate.step_s).candidate)

@@ -20,8 +20,8 @@ MEMORY_WORDS = {
     "working": "work",
     "transfers": "trans",
 }
-# A path longer than this is cut in the middle: the table must fit a terminal.
-PATH_WIDTH = 36
+# A path longer than this keeps its last parts only: the table must fit a terminal.
+PATH_WIDTH = 28
 
 
 def table(plan: "Plan") -> str:
@@ -128,23 +128,22 @@ def _facts(plan: "Plan") -> dict[str, str]:
 
 
 def _blocks(plan: "Plan", stage: "Stage") -> str:
-    """The paths of the first and the last block, and how many there are."""
+    """The first and the last path of a stage's blocks, and how many blocks there are."""
     if not stage.blocks:
         return "none"
-    first, last = (plan.blocks[stage.blocks[end]].path for end in (0, -1))
-    if not (first or last):
-        first, last = f"block {stage.blocks[0]}", f"block {stage.blocks[-1]}"
-    span = _short(first) if first == last else f"{_short(first)} .. {_short(last)}"
-    return f"{span} ({len(stage.blocks)})"
+    paths = [plan.blocks[index].path for index in stage.blocks if plan.blocks[index].path]
+    if not paths:
+        paths = [f"block {stage.blocks[0]}", f"block {stage.blocks[-1]}"]
+    first, last = _short(paths[0]), _short(paths[-1])
+    return f"{first if first == last else f'{first} .. {last}'} ({len(stage.blocks)})"
 
 
 def _short(path: str) -> str:
-    if not path:
-        return "(no scope)"
-    if len(path) <= PATH_WIDTH:
-        return path
-    half = (PATH_WIDTH - 3) // 2
-    return f"{path[:half]}...{path[-half:]}"
+    """A path, or as many of its last parts as fit."""
+    parts = path.split("/")
+    while len(parts) > 1 and len("/".join(parts)) > PATH_WIDTH:
+        parts = ["...", *parts[2:]] if parts[0] == "..." else ["...", *parts[1:]]
+    return "/".join(parts) if len(parts) > 1 else path[-PATH_WIDTH:]
 
 
 def _devices(stage: "Stage") -> str:

@@ -89,7 +89,7 @@ class Step:
         defaults: Defaults | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._who, self._optimizer, self._devices = who, optimizer, devices
+        self._declared, self._who, self._optimizer, self._devices = who, who, optimizer, devices
         self._plan = plan if isinstance(plan, Plan) else None
         self._planner = None if isinstance(plan, Plan) else plan
         self._options = options or Options()
@@ -98,7 +98,6 @@ class Step:
         self._progress = progress or NoProgress()
         self._meshes: tuple[Mesh, ...] = ()
         self._engine: Engine | None = None
-        self._forward: dict[Any, Engine] = {}
         self._home: Prepared | None = None
         self._cut: OptimizerCut | None = None
 
@@ -140,8 +139,9 @@ class Step:
         d = self._defaults
         params = d.params if params is None else params
         batch = d.batch if batch is None else ((batch, *args) if self._who.spread else batch)
-        frozen = d.frozen if frozen is None and "frozen" in self._who.takes else frozen
-        model_state = d.model_state if model_state is None and "model_state" in self._who.takes else model_state
+        frozen = d.frozen if frozen is None and "frozen" in self._declared.takes else frozen
+        model_state = d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
+        self._who = self._declared.with_given(frozen=frozen, model_state=model_state, rng=rng)
         if params is None or batch is None:
             raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
         if callable(params) and rng is None:
@@ -176,7 +176,6 @@ class Step:
         self._engine = self._make_engine(
             self._who, example, self._planned_stages(), train=train, graph=graph
         )
-        self._forward.clear()
         self._progress.note("lowering")
         self._home = self._engine.prepared(example.batch)
         if self._optimizer is not None:
@@ -213,6 +212,7 @@ class Step:
         *,
         train: bool,
         graph: Graph | None = None,
+        batch_dims: Any = None,
     ) -> Engine:
         plan = self.plan
         routine = Routine(
@@ -227,7 +227,7 @@ class Step:
             example,
             stages_of,
             routine,
-            batch_dims=self._batch_dims,
+            batch_dims=self._batch_dims if batch_dims is None else batch_dims,
             allow_coupled=self._allow_coupled,
             graph=graph,
         )
@@ -359,39 +359,44 @@ class Step:
 
         Args:
             fn: `fn(params, batch, **keywords)` with the keywords of `auto_partition`, or an object with
-                a `loss_fn` (a module converted in eval mode).
+                an `outputs_fn` or a `loss_fn` (a module converted in eval mode).
+            takes: as in `auto_partition`.
 
         Returns:
             `evaluate(state, batch, rng=None) -> outputs`, the outputs of `fn` for the whole batch.
         """
-        call = getattr(fn, "loss_fn", fn)
-        who = subject(call, takes, is_loss=False)
+        call = getattr(fn, "outputs_fn", None) or getattr(fn, "loss_fn", fn)
+        batch_dims = getattr(fn, "batch_dims", None) or self._batch_dims
+        declared = subject(call, takes, is_loss=False)
+        engines: dict[Any, Engine] = {}
 
         def run(state: TrainState, batch: Batch, *, rng: Any = None) -> Any:
-            self._refuse_tracers((state, batch))
-            key = jax.tree.structure(batch)
-            if key not in self._forward:
-                self._forward[key] = self._evaluation_engine(who, state, batch, rng)
-            return self._outputs_of(self._forward[key], state, batch, rng)
+            self._ready(state, batch)
+            key = (id(self._home), jax.tree.structure(batch))
+            if key not in engines:
+                engines[key] = self._evaluation_engine(declared, state, batch, rng, batch_dims)
+            return self._outputs_of(engines[key], state, batch, rng)
 
         return run
 
-    def _evaluation_engine(self, who: Subject, state: TrainState, batch: Batch, rng: Any) -> Engine:
-        example = make_example(
-            who,
-            abstract(state.params),
-            batch,
-            frozen=state.frozen,
-            model_state=state.model_state,
-            rng=state.rng if rng is None else rng,
-            batch_dims=self._batch_dims,
-        )
+    def _evaluation_engine(
+        self, declared: Subject, state: TrainState, batch: Batch, rng: Any, batch_dims: Any
+    ) -> Engine:
+        given = {
+            "frozen": state.frozen,
+            "model_state": state.model_state,
+            "rng": state.rng if rng is None else rng,
+        }
+        who = declared.with_given(**given)
+        example = make_example(who, abstract(state.params), batch, batch_dims=batch_dims, **given)
         assert self._home is not None
         home = self._home.lowering
         readers = {v: [s.index for s in home.shapes if v in s.params] or [home.owner[v]] for v in home.owner}
         by_path = {self._home.graph.program.inputs[v].path: stages for v, stages in readers.items()}
         count = len(self._meshes)
-        return self._make_engine(who, example, lambda g: stages_by_parameters(g, by_path, count), train=False)
+        return self._make_engine(
+            who, example, lambda g: stages_by_parameters(g, by_path, count), train=False, batch_dims=batch_dims
+        )
 
     def reference(self, state: TrainState, batch: Batch, *, rng: Any = None) -> tuple[TrainState, LossOut]:
         """The same step as one unpartitioned pure function: the oracle.

@@ -49,11 +49,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_residuals_by_rule_are_within_a_tenth_of_what_the_vjp_keeps(name):
+def test_residuals_by_rule_are_within_a_fiftieth_of_what_the_vjp_keeps(name):
     fn, params, batch_at = CASES[name]
     rows = 16
     actual = really_kept(fn, params, batch_at(rows))
-    assert estimate(fn, params, batch_at, Remat.SAVE_ALL, rows) == pytest.approx(actual, rel=0.1)
+    assert estimate(fn, params, batch_at, Remat.SAVE_ALL, rows) == pytest.approx(actual, rel=0.02)
 
 
 ELEMENTWISE = {
@@ -77,7 +77,7 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_the_rule_of_every_kind_of_primitive_is_within_a_factor_of_one_and_a_half(name):
+def test_the_rule_of_every_kind_of_primitive_is_within_a_fiftieth(name):
     inner = ELEMENTWISE[name]
 
     def fn(params, x):
@@ -86,7 +86,7 @@ def test_the_rule_of_every_kind_of_primitive_is_within_a_factor_of_one_and_a_hal
     params = [shape(1, 64), shape(64, 256)]
     actual = really_kept(fn, params, shape(16, 64))
     found = estimate(fn, params, lambda n: shape(n, 64), Remat.SAVE_ALL, 16)
-    assert actual / 1.5 <= found <= actual * 1.5
+    assert found == pytest.approx(actual, rel=0.02)
 
 
 def test_saving_products_keeps_neither_scores_nor_elementwise_results():
@@ -144,7 +144,7 @@ def test_a_scan_keeps_its_residuals_for_every_turn():
     few, many = (
         estimate(fn(turns), [shape(32, 32)], lambda n: shape(n, 32), Remat.SAVE_ALL, 16) for turns in (2, 20)
     )
-    assert many == pytest.approx(10 * few, rel=0.1)
+    assert many == pytest.approx(10 * few, rel=0.02)
 
 
 def peak(fn, *dims):

@@ -1,6 +1,7 @@
 """Numeric judge of the batch analysis: evaluate a loss on parts and on the whole, and compare."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,7 @@ def parts_of(case: Case, sizes: tuple[int, ...]) -> list[Any]:
     leaves, tree = jax.tree.flatten(case.batch)
     edges = np.cumsum([0, *sizes])
     parts = []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         cut = [
             leaf if dim is None else jax.lax.slice_in_dim(jnp.asarray(leaf), int(start), int(stop), axis=dim)
             for leaf, dim in zip(leaves, example.batch_dims, strict=True)
@@ -63,7 +64,19 @@ def value_and_grad(case: Case, batch: Any) -> tuple[Any, Any]:
     def loss(params: Any) -> Any:
         return as_loss_out(case.fn(params, batch, **case.keywords)).loss
 
-    return jax.value_and_grad(loss)(case.params)
+    return jax.jit(jax.value_and_grad(loss))(case.params)
+
+
+def evaluated(program: Program, inputs: Sequence[Any], hooks: Any = None) -> list[Any]:
+    """Every value of a program, by value id."""
+
+    def run(inputs: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(program.jaxpr.jaxpr.constvars, program.jaxpr.consts, strict=True))
+        env.update(zip(program.jaxpr.jaxpr.invars, inputs, strict=True))
+        evaluate(list(enumerate(program.eqns)), env, hooks)
+        return [env[var] for var in program.vars]
+
+    return jax.jit(run)(list(inputs))
 
 
 def weight_of(case: Case, rule: LossRule, batch: Any, rows: int) -> Any:
@@ -71,13 +84,10 @@ def weight_of(case: Case, rule: LossRule, batch: Any, rows: int) -> Any:
     who = subject(case.fn)
     example = make_example(who, case.params, batch, batch_dims=case.batch_dims, **case.keywords)
     program = trace(who, example, rows)
-    env: dict[Any, Any] = dict(zip(program.jaxpr.jaxpr.constvars, program.jaxpr.consts, strict=True))
     keywords = [case.keywords.get(k) for k in ("frozen", "model_state")]
     flat = jax.tree.leaves((case.params, *keywords, batch, case.keywords.get("rng")))
-    env.update(zip(program.jaxpr.jaxpr.invars, [*flat, *program.const_values], strict=True))
-    evaluate(list(enumerate(program.eqns)), env)
     assert rule.weight is not None
-    return env[program.vars[rule.weight]]
+    return evaluated(program, [*flat, *program.const_values])[rule.weight]
 
 
 def combined(case: Case, program: Program, rule: LossRule, sizes: tuple[int, ...]) -> tuple[Any, Any]:

@@ -176,6 +176,12 @@ def classifier_by_arange(params: Any, batch: Any) -> Any:
     return -jnp.mean(logits[jnp.arange(logits.shape[0]), batch["label"]])
 
 
+def classifier_by_computed_arange(params: Any, batch: Any) -> Any:
+    logits = jax.nn.log_softmax(mlp(params, batch["x"]))
+    rows = 0 + 1 * jnp.arange(logits.shape[0])
+    return -jnp.mean(logits[rows, batch["label"]])
+
+
 def last_token(params: Any, batch: Any) -> Any:
     hidden = transformer(params, batch)
     last = jnp.argmax(jnp.cumsum((batch["tokens"] > 0).astype(jnp.int32), -1), -1)
@@ -476,10 +482,10 @@ SEPARABLE = [
     _case(mean_where, TRANSFORMER, TEXT, kind=W),
     _case(users_weight, TRANSFORMER, TEXT, kind=W),
     _case(classifier_by_arange, MLP, LABELLED),
+    _case(classifier_by_computed_arange, MLP, LABELLED),
     _case(last_token, TRANSFORMER, TEXT),
     _case(rnn_time_major, RNN, SEQUENCES),
     _case(rnn_merged_time, RNN, SEQUENCES),
-    _case(rnn_time_major, RNN, {"x": SEQUENCES["x"], "y": SEQUENCES["y"]}),
     _case(conv_pool, CNN, {"image": IMAGES}),
     _case(group_norm, CNN, {"image": IMAGES}),
     _case(pixel_shuffle, CNN, {"image": IMAGES}),

@@ -23,8 +23,8 @@ def test_parts_of_a_separable_batch_combine_into_the_whole(case: Case) -> None:
     assert info.couplings == ()
     assert info.loss is not None
     assert info.loss.kind is case.kind
-    for sizes in (PARTS, EVEN):
-        assert gap(combined(case, program, info.loss, sizes), value_and_grad(case, case.batch)) < 1e-5
+    assert bool(info.unspreadable) is case.unspreadable
+    assert gap(combined(case, program, info.loss, PARTS), value_and_grad(case, case.batch)) < 1e-5
 
 
 @pytest.mark.parametrize("case", zoo.COUPLED, ids=name)

@@ -9,10 +9,11 @@ import math
 from rannc_jax.contract import Remat
 from rannc_jax.schedule import GPipe, OneFOneB, simulate
 
+BOTH = (GPipe(), OneFOneB())
+REMATS = tuple(Remat)
 
-def all_plans(
-    table, cluster, rows, *, schedules=(GPipe(), OneFOneB()), remats=tuple(Remat), microbatches=None
-):
+
+def all_plans(table, cluster, rows, *, schedules=BOTH, remats=REMATS, microbatches=None):
     """Yield (step seconds, description) of every plan that fits."""
     num_blocks = len(table.blocks)
     for num_stages in range(1, min(num_blocks, cluster.num_devices) + 1):

@@ -3,7 +3,6 @@
 import random
 
 from rannc_jax.cluster import ClusterSpec, DeviceGroup, DeviceSpec, LinkSpec
-from rannc_jax.contract import Remat
 from rannc_jax.cost.table import AffineBlock, AffineTable, BlockValue, StateBytes, TiedState
 
 
@@ -13,7 +12,10 @@ def device(kind="a", memory_bytes=10**9, margin=0.0, bytes_per_s=1e6):
     )
 
 
-def cluster(*groups, intra=LinkSpec(bytes_per_s=1e5, latency_s=1e-5), inter=None):
+LINK = LinkSpec(bytes_per_s=1e5, latency_s=1e-5)
+
+
+def cluster(*groups, intra=LINK, inter=None):
     return ClusterSpec(groups=groups, intra_host=intra, inter_host=inter or intra)
 
 
@@ -93,6 +95,3 @@ def random_problem(seed, *, most_blocks=5, most_devices=4):
     num_devices = rng.randint(1, most_devices)
     table = random_table(rng, num_blocks, chain=seed % 2 == 0)
     return table, random_cluster(rng, num_devices), rng.choice([1, 2, 4, 6])
-
-
-assert [remat.value for remat in Remat] == ["save_all", "save_matmuls", "recompute"]

@@ -26,12 +26,22 @@ def test_a_difference_is_one_line_a_fact() -> None:
     assert lines[2].endswith("-> (none)")
 
 
-def test_long_paths_are_cut_in_the_middle() -> None:
+def test_long_paths_keep_their_last_parts() -> None:
     plan = small_plan()
-    block = dataclasses.replace(plan.blocks[0], path="encoder/" + "x" * 80 + "/layers.0")
-    lines = str(dataclasses.replace(plan, blocks=(block, *plan.blocks[1:]))).splitlines()
-    assert max(len(line) for line in lines) <= 170
-    assert any("encoder/xx" in line and "/layers.0 .." in line for line in lines)
+    block = dataclasses.replace(plan.blocks[0], path="bert/encoder/layer/11/attention/self/query")
+    text = str(dataclasses.replace(plan, blocks=(block, *plan.blocks[1:])))
+    assert ".../11/attention/self/query .. layers.1 (3)" in text
+    assert "layer/11" not in text
+
+
+def test_blocks_without_a_path_are_named_by_their_neighbours_or_numbers() -> None:
+    plan = small_plan()
+    first, *rest = (dataclasses.replace(block, path="") for block in plan.blocks)
+    some = dataclasses.replace(plan, blocks=(first, *plan.blocks[1:]))
+    assert "layers.0 .. layers.1 (3)" in str(some)
+    none = dataclasses.replace(plan, blocks=(first, *rest))
+    assert "block 0 .. block 2 (3)" in str(none)
+    assert "block 3 (1)" in str(none)
 
 
 def test_columns_of_numbers_are_set_right() -> None:

@@ -34,7 +34,7 @@ def mish(x: Any) -> Any:
 @lowering(aten.softplus.default)
 def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     scaled = x * beta
-    return jnp.where(scaled > threshold, x, jax.nn.softplus(jnp.minimum(scaled, threshold)) / beta)
+    return jnp.where(scaled > threshold, x, jax.nn.softplus(jnp.where(scaled > threshold, threshold, scaled)) / beta)
 
 
 @lowering(aten.softshrink.default)
@@ -49,7 +49,7 @@ def hardshrink(x: Any, lambd: float = 0.5) -> Any:
 
 @lowering(aten.elu.default)
 def elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
-    negative = alpha * jnp.expm1(jnp.minimum(x, 0) * input_scale)
+    negative = alpha * jnp.expm1(jnp.where(x > 0, jnp.zeros_like(x), x) * input_scale)
     return scale * jnp.where(x > 0, x, negative)
 
 
