@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 
 from rannc_jax.contract import LossOut
 from rannc_jax.errors import PlanError, RuntimeFailure, TraceError, message
-from rannc_jax.ir.example import Example, Subject, abstract, make_example, path_leaves, subject
+from rannc_jax.ir.example import AUTO, Example, Subject, abstract, make_example, path_leaves, subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import check_identity, find_stages
 from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.mesh import stage_meshes
 from rannc_jax.plan import Plan
 from rannc_jax.progress import NoProgress, Progress
-from rannc_jax.runtime.engine import Engine, Prepared, Routine, Stages
+from rannc_jax.runtime.engine import Engine, Prepared, Routine, Stages, settled
 from rannc_jax.runtime.follow import stages_by_parameters
 from rannc_jax.runtime.optimizer import OptimizerCut, apply_cut, cut_optimizer, init_state
 from rannc_jax.runtime.reference import reference_step
@@ -300,6 +300,7 @@ class Step:
         engine = self._ready(state, batch)
         if self._optimizer is None:
             return self._outputs_of(engine, state, batch, rng)
+        state = self._at_stages(state)
         env, prepared = self._run(engine, state, batch, rng)
         grads = self._at_home(env)
         self._wait(env["loss",], grads)
@@ -354,19 +355,22 @@ class Step:
         }
         return out, (grads, found)
 
-    def evaluate(self, fn: Callable[..., Any], takes: Sequence[str] | None = None) -> Callable[..., Any]:
+    def evaluate(
+        self, fn: Callable[..., Any], *, takes: Sequence[str] | None = None, batch_dims: Any = None
+    ) -> Callable[..., Any]:
         """Another function of the same parameters, forward only, cut by where they live.
 
         Args:
             fn: `fn(params, batch, **keywords)` with the keywords of `auto_partition`, or an object with
                 an `outputs_fn` or a `loss_fn` (a module converted in eval mode).
-            takes: as in `auto_partition`.
+            takes, batch_dims: as in `auto_partition`; by default the object's batch_dims, or the step's where
+                the batch has the structure of the one that was planned.
 
         Returns:
             `evaluate(state, batch, rng=None) -> outputs`, the outputs of `fn` for the whole batch.
         """
         call = getattr(fn, "outputs_fn", None) or getattr(fn, "loss_fn", fn)
-        batch_dims = getattr(fn, "batch_dims", None) or self._batch_dims
+        batch_dims = getattr(fn, "batch_dims", None) if batch_dims is None else batch_dims
         declared = subject(call, takes, is_loss=False)
         engines: dict[Any, Engine] = {}
 
@@ -374,10 +378,16 @@ class Step:
             self._ready(state, batch)
             key = (id(self._home), jax.tree.structure(batch))
             if key not in engines:
-                engines[key] = self._evaluation_engine(declared, state, batch, rng, batch_dims)
+                dims = self._dims_of(batch) if batch_dims is None else batch_dims
+                engines[key] = self._evaluation_engine(declared, state, batch, rng, dims)
             return self._outputs_of(engines[key], state, batch, rng)
 
         return run
+
+    def _dims_of(self, batch: Batch) -> Any:
+        assert self._home is not None
+        same = jax.tree.structure(batch) == jax.tree.structure(self._home.example.batch)
+        return self._batch_dims if same else AUTO
 
     def _evaluation_engine(
         self, declared: Subject, state: TrainState, batch: Batch, rng: Any, batch_dims: Any
@@ -451,6 +461,22 @@ class Step:
             return engine.run(prepared, leaves, batch, key), prepared
         except jax.errors.JaxRuntimeError as error:
             raise _failure(error) from error
+
+    def _at_stages(self, state: TrainState) -> TrainState:
+        """The state with what the user put in (host arrays from a checkpoint, say) on its stages."""
+        assert self._home is not None
+        assert self._cut is not None
+        owner = self._home.lowering.owner
+
+        def laid(tree: Any, stages: Sequence[int]) -> Any:
+            leaves, treedef = jax.tree.flatten(tree)
+            pairs = zip(leaves, stages, strict=True)
+            return treedef.unflatten([settled(leaf, self._meshes[stage]) for leaf, stage in pairs])
+
+        return state.replace(
+            params=laid(state.params, [owner[v] for v in self._ids(Role.PARAM)]),
+            opt_state=laid(state.opt_state, self._cut.state_owner),
+        )
 
     def _at_home(self, env: dict[Any, Any]) -> list[Any]:
         """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""

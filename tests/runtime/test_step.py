@@ -407,6 +407,18 @@ def test_a_step_under_a_transformation_names_the_reference(wrap):
     assert "step.reference" in str(error.value)
 
 
+def test_arrays_of_the_host_may_replace_those_of_a_state():
+    batch, optimizer = rows(), optax.adam(1e-2)
+    step, state = train(loss_fn, layers(), batch, optimizer=optimizer, replicas=(2, 1), donate=False)
+    saved = step.gather(state)
+    restored = state.replace(params=saved.params, opt_state=saved.opt_state)
+    new, out = step(restored, batch)
+    expected, same = step(state, batch)
+    assert_close(out.loss, same.loss)
+    assert_close(step.gather(new.params), step.gather(expected.params), 0)
+    assert_close(step.evaluate(loss_fn)(restored, batch), loss_fn(layers(), batch))
+
+
 # --- evaluation -----------------------------------------------------------------------------------
 
 
@@ -444,6 +456,16 @@ def test_evaluation_draws_with_the_key_it_is_given():
     key = jax.random.key(5)
     out = step.evaluate(fn)(state, batch, rng=key)
     assert_close(out, fn(params, batch, rng=jax.random.fold_in(key, 0)))
+
+
+def test_two_evaluations_do_not_mix_and_batch_dims_are_their_own():
+    params, batch = layers(), rows()
+    step, state = train(loss_fn, params, batch, batch_dims={"x": 0, "y": 0})
+    one, other = step.evaluate(lambda p, x: net(p, x)), step.evaluate(lambda p, x: net(p[:2], x))
+    flipped = step.evaluate(lambda p, x: net(p, x.T), batch_dims=1)
+    assert_close(one(state, batch["x"]), net(params, batch["x"]))
+    assert_close(other(state, batch["x"]), net(params[:2], batch["x"]))
+    assert_close(flipped(state, batch["x"][:4].T), net(params, batch["x"][:4]))
 
 
 def test_evaluation_of_a_function_with_other_parameters_is_refused():
