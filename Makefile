@@ -38,7 +38,7 @@ test-all: $(STAMP) # the slow tests too
 	$(PYTEST) -m "not long" $(ARGS)
 
 parity: $(STAMP) # the full cross of plans against one device; resumable, appends to parity.json
-	$(PY) -m tests.parity $(ARGS)
+	$(PY) -m tests.parity.run $(ARGS)
 
 lint: $(STAMP) # style, format, ASCII
 	$(PY) -m ruff check .
