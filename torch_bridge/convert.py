@@ -67,7 +67,9 @@ def convert(
         model_state={name: value for name, value in buffers.items() if name in written},
         constants={name: value for name, value in buffers.items() if name not in written},
         aliases=dict(names.aliases),
-        batch=inputs.batch([to_jax(t, what=path) for t, path in zip(inputs.tensors, inputs.paths, strict=True)]),
+        batch=inputs.batch(
+            [to_jax(t, what=path) for t, path in zip(inputs.tensors, inputs.paths, strict=True)]
+        ),
         batch_dims=inputs.batch(programs.dims),
         programs=programs,
     )

@@ -55,7 +55,10 @@ def _checked_dtype(dtype: torch.dtype, node: Node) -> None:
     try:
         jax_dtype(dtype)
     except BridgeError as error:
-        where = [f"computed by {node.operator} in module {node.path or '(root)'}", *([f"at {node.source}"] if node.source else [])]
+        where = [
+            f"computed by {node.operator} in module {node.path or '(root)'}",
+            *([f"at {node.source}"] if node.source else []),
+        ]
         raise BridgeError(message(str(error), *where)) from None
 
 

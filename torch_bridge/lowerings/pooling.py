@@ -30,7 +30,9 @@ def _extra_end(size: int, kernel: int, stride: int, pad: int, dilation: int, cei
     return max((count - 1) * stride + dilation * (kernel - 1) + 1 - size - 2 * pad, 0)
 
 
-def _windows(x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+def _windows(
+    x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> Any:
     kernel = _each(kernel, space)
     stride = _each(stride, space) if stride else kernel
     padding, dilation = _each(padding, space), _each(dilation, space)
