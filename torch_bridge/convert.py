@@ -1,5 +1,6 @@
 """The way in: a torch module and an example call become a `JaxModule`."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,5 @@ def _share_classes(spec: Any) -> None:
     def unflatten(context: _Context, children: Any) -> Any:
         return node.unflatten_fn(list(children), context.value)
 
-    try:
+    with contextlib.suppress(ValueError):  # JAX knows it already
         jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    except ValueError:
-        pass  # JAX knows it already

@@ -45,9 +45,9 @@ def _unsupported(missing: Mapping[Any, Node]) -> str:
         if node.source:
             details.append(f"  at {node.source}")
     return message(
-        f"no lowering for {', '.join(str(op) for op in missing)}, and torch has no decomposition that leads to one.",
+        f"no lowering for {', '.join(map(str, missing))}, nor does torch decompose it into ones that have.",
         *details,
-        hint="teach it with @torch_bridge.register_lowering(torch.ops....), a JAX function of the same arguments",
+        hint="@torch_bridge.register_lowering(torch.ops....) on a JAX function of the same arguments",
     )
 
 

@@ -58,8 +58,7 @@ def take_along_dim(x: Any, index: Any, dim: int | None = None) -> Any:
 def index_select(x: Any, dim: int, index: Any) -> Any:
     if not x.ndim:
         return x
-    out = jnp.take(x, index.reshape(-1), axis=dim, mode="clip")
-    return out
+    return jnp.take(x, index.reshape(-1), axis=dim, mode="clip")
 
 
 @lowering(aten.take.default)

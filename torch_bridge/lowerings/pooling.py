@@ -41,12 +41,12 @@ def _windows(
         _extra_end(size, k, s, p, d, ceil_mode)
         for size, k, s, p, d in zip(x.shape[lead:], kernel, stride, padding, dilation, strict=True)
     ]
-    return dict(
-        window_dimensions=(1,) * lead + kernel,
-        window_strides=(1,) * lead + stride,
-        padding=[(0, 0)] * lead + [(p, p + e) for p, e in zip(padding, ends, strict=True)],
-        window_dilation=(1,) * lead + dilation,
-    )
+    return {
+        "window_dimensions": (1,) * lead + kernel,
+        "window_strides": (1,) * lead + stride,
+        "padding": [(0, 0)] * lead + [(p, p + e) for p, e in zip(padding, ends, strict=True)],
+        "window_dilation": (1,) * lead + dilation,
+    }
 
 
 def _max_pool(space: int) -> Any:
