@@ -157,3 +157,13 @@ def test_examples_of_a_batch_meet_in_no_gather() -> None:
     converted = torch_bridge.convert(module, kwargs=tokens(4))
     operators = {str(node.operator) for node in converted.programs.first.graph.nodes}
     assert "aten.index.Tensor" not in operators
+
+
+def test_attention_is_handed_the_causal_mask_of_one_row_not_of_all() -> None:
+    converted = torch_bridge.convert(gpt2(), kwargs={"input_ids": tokens(4)["input_ids"]})
+    jaxpr = jax.make_jaxpr(lambda p, b: converted.apply(p, converted.buffers, **b)[0].logits)(
+        converted.params, converted.batch
+    )
+    calls = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "custom_vjp_call"]
+    masks = [v.aval.shape for e in calls for v in e.invars if v.aval.dtype == bool]
+    assert masks == [(1, 1, 8, 8)] * 2
