@@ -7,6 +7,7 @@ tensor) are one value under its first name; `aliases` maps the others to it.
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch_bridge.errors import BridgeError, message
 from torch_bridge.program import Graph, Node, Ref
 
 PREFIX = "module."
+# Where frames are not the user's: torch, this package, code that torch generates.
+OUTSIDE_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,9 @@ class Signature:
     def written(self) -> tuple[str, ...]:
         """Owner names of the buffers that the module writes."""
         return tuple(
-            name for destination, name in self.outputs if destination is Destination.BUFFER and name is not None
+            name
+            for destination, name in self.outputs
+            if destination is Destination.BUFFER and name is not None
         )
 
 
@@ -109,7 +114,9 @@ def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signa
             value = program.state_dict.get(spec.target)
             literals[spec.target] = program.constants[spec.target] if value is None else value
         else:
-            raise BridgeError(message(f"the exported program takes a {spec.kind.name.lower()}.", str(spec.target)))
+            raise BridgeError(
+                message(f"the exported program takes a {spec.kind.name.lower()}.", str(spec.target))
+            )
     return Signature(
         inputs=tuple(inputs),
         outputs=tuple(_destination(spec, names) for spec in program.graph_signature.output_specs),
@@ -192,8 +199,10 @@ def _source_line(trace: str | None) -> str:
     found = ""
     for index, line in enumerate(lines):
         text = line.strip()
-        if text.startswith('File "') and "/torch/" not in text and "<" not in text and "/torch_bridge/" not in text:
-            file, number = text.split('"')[1], text.split(" line ")[1].split(",")[0]
+        if not text.startswith('File "'):
+            continue
+        file, number = text.split('"')[1], text.split(" line ")[1].split(",")[0]
+        if not file.startswith(OUTSIDE_USER_CODE):
             code = lines[index + 1].strip() if index + 1 < len(lines) else ""
             found = f"{file}:{number}: {code}"
     return found
