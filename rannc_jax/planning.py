@@ -214,7 +214,9 @@ def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
         elif decision.num_microbatches == 1:
             notes.append(f"examples see each other ({coupling.primitive} in {where}): the batch stays whole.")
         else:
-            notes.append(f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled.")
+            notes.append(
+                f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled."
+            )
     if graph.info.loss is not None and graph.info.loss.kind.value == "mean_of_means":
         notes.append("the loss is no plain mean, sum or sum(a)/sum(w): it is the mean over microbatches.")
     return tuple(notes)

@@ -269,9 +269,7 @@ def _groups(program: Program, info: BatchInfo, sorter: _Sorter) -> list[tuple[in
             producer = sorter.definer.get(v)
             if producer in sorter.node_set and together[producer] != together[e]:
                 links.add_edge(together[producer], together[e])
-    component = {
-        root: k for k, roots in enumerate(nx.strongly_connected_components(links)) for root in roots
-    }
+    component = {root: k for k, roots in enumerate(nx.strongly_connected_components(links)) for root in roots}
     members: dict[int, list[int]] = {}
     for e in sorter.nodes:
         members.setdefault(component[together[e]], []).append(e)

@@ -33,9 +33,7 @@ def stage_meshes(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tup
                 f"jax.config.update('jax_num_cpu_devices', {needed}) before the first use of JAX.",
             )
         )
-    return tuple(
-        Mesh(np.array([devices[d] for d in stage.devices]), ("data",)) for stage in plan.stages
-    )
+    return tuple(Mesh(np.array([devices[d] for d in stage.devices]), ("data",)) for stage in plan.stages)
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> str:

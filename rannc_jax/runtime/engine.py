@@ -348,7 +348,9 @@ class Engine:
             found["even",] = jnp.asarray(even)
         if layout.padded:
             for s, mesh in enumerate(layout.meshes):
-                masks = [valid_rows(layout.batch_rows, i, layout.rows) for i in range(layout.num_microbatches)]
+                masks = [
+                    valid_rows(layout.batch_rows, i, layout.rows) for i in range(layout.num_microbatches)
+                ]
                 placed = place(masks, [RowLayout(0)] * len(masks), mesh)
                 found.update({("valid", i, s): m for i, m in enumerate(placed)})
         return found
@@ -383,7 +385,11 @@ def spread_of(graph: Graph, stages: Stages, replicas: Sequence[int]) -> Spread:
     stage_of = {n: s for s, blocks in enumerate(stages) for block in blocks for n in block}
     for edge in graph.edges:
         crosses = any(stage_of[c] != stage_of[edge.producer] for c in edge.consumers)
-        if crosses and info.layouts[edge.value] is None and info.dependence[edge.value] is not Dependence.FREE:
+        if (
+            crosses
+            and info.layouts[edge.value] is None
+            and info.dependence[edge.value] is not Dependence.FREE
+        ):
             return Spread.SHARDED
     for k, leaf in enumerate(graph.program.outputs):
         v = graph.program.output_ids()[k]

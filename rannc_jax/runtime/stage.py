@@ -228,9 +228,7 @@ class StagePrograms:
         """The stage in terms of its inputs, the replica's number and the valid rows."""
         num = len(self.shape.part.inputs)
         part, valid = values[num], values[num + 1] if self.masked else None
-        run = stage_function(
-            self.program, self._part, self._blocks, self._remat, self._hooks(part, valid)
-        )
+        run = stage_function(self.program, self._part, self._blocks, self._remat, self._hooks(part, valid))
         return run(values[:num])
 
     def _hooks(self, part: Any, valid: Any) -> dict[int, Hook]:
@@ -302,7 +300,10 @@ class StagePrograms:
             ]
             return (*new, *(self._whole(by_id[v], v) for v in self.gradient_ids))
 
-        ins = [self._spec(self._value_kind(part.inputs[i])) if i < len(part.inputs) else self._row_spec for i in held]
+        ins = [
+            self._spec(self._value_kind(part.inputs[i])) if i < len(part.inputs) else self._row_spec
+            for i in held
+        ]
         ins += [self._spec(self._kinds[k]) for k in diff.kept_outputs]
         ins += [self._residual_spec] * counts[2]
         for position, n in zip(self.cotangents, arity, strict=False):

@@ -140,7 +140,9 @@ class Step:
         params = d.params if params is None else params
         batch = d.batch if batch is None else ((batch, *args) if self._who.spread else batch)
         frozen = d.frozen if frozen is None and "frozen" in self._declared.takes else frozen
-        model_state = d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
+        model_state = (
+            d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
+        )
         self._who = self._declared.with_given(frozen=frozen, model_state=model_state, rng=rng)
         if params is None or batch is None:
             raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
@@ -173,9 +175,7 @@ class Step:
         plan = self.plan
         self._meshes = stage_meshes(plan, self._devices)
         train = self._optimizer is not None
-        self._engine = self._make_engine(
-            self._who, example, self._planned_stages(), train=train, graph=graph
-        )
+        self._engine = self._make_engine(self._who, example, self._planned_stages(), train=train, graph=graph)
         self._progress.note("lowering")
         self._home = self._engine.prepared(example.batch)
         if self._optimizer is not None:
@@ -246,7 +246,9 @@ class Step:
         return TrainState(
             params=placed,
             opt_state=None if self._cut is None else init_state(self._cut, self._meshes, placed, move),
-            model_state=self._place_tree(model_state, Role.MODEL_STATE) if "model_state" in who.takes else None,
+            model_state=self._place_tree(model_state, Role.MODEL_STATE)
+            if "model_state" in who.takes
+            else None,
             frozen=self._place_tree(frozen, Role.FROZEN) if "frozen" in who.takes else None,
             rng=place([jax.random.fold_in(rng, 1)], [None], first)[0] if "rng" in who.takes else None,
             step=place([jnp.int32(0)], [None], first)[0],
@@ -274,7 +276,9 @@ class Step:
         for stage, mesh in enumerate(self._meshes):
             mine = [k for k, v in enumerate(ids) if owner[v] == stage]
             whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            run = jax.jit(lambda x, mine=mine: [jax.tree.leaves(make(x))[k] for k in mine], out_shardings=whole)
+            run = jax.jit(
+                lambda x, mine=mine: [jax.tree.leaves(make(x))[k] for k in mine], out_shardings=whole
+            )
             for k, array in zip(mine, run(place([key], [None], mesh)[0]), strict=True):
                 placed[k] = array
         return jax.tree.structure(shape).unflatten(placed)
@@ -405,7 +409,11 @@ class Step:
         by_path = {self._home.graph.program.inputs[v].path: stages for v, stages in readers.items()}
         count = len(self._meshes)
         return self._make_engine(
-            who, example, lambda g: stages_by_parameters(g, by_path, count), train=False, batch_dims=batch_dims
+            who,
+            example,
+            lambda g: stages_by_parameters(g, by_path, count),
+            train=False,
+            batch_dims=batch_dims,
         )
 
     def reference(self, state: TrainState, batch: Batch, *, rng: Any = None) -> tuple[TrainState, LossOut]:
@@ -523,7 +531,10 @@ class Step:
                 inputs = self._home.graph.program.inputs
                 names = ["the loss" if k == 0 else inputs[self._ids(Role.PARAM)[k - 1]].path for k in bad[:5]]
                 raise RuntimeFailure(
-                    message("not finite: " + ", ".join(names) + ".", hint="the state is unchanged; lower the rate.")
+                    message(
+                        "not finite: " + ", ".join(names) + ".",
+                        hint="the state is unchanged; lower the rate.",
+                    )
                 )
 
     def _batch_leaves(self, batch: Batch, names: Sequence[str]) -> dict[str, int]:
@@ -534,7 +545,9 @@ class Step:
             hits = [k for k, p in enumerate(paths) if p in (name, f"['{name}']", f"[{name}]", f".{name}")]
             if len(hits) != 1:
                 raise TraceError(
-                    message(f"wrt_batch names {name!r}, which is no batch leaf.", f"there are: {', '.join(paths)}")
+                    message(
+                        f"wrt_batch names {name!r}, which is no batch leaf.", f"there are: {', '.join(paths)}"
+                    )
                 )
             if not jnp.issubdtype(leaves[hits[0]].dtype, jnp.inexact):
                 raise TraceError(
@@ -573,5 +586,3 @@ def _failure(error: Exception) -> RuntimeFailure:
             hint="if memory ran out: a smaller memory_limit_bytes makes the planner leave more room.",
         )
     )
-
-

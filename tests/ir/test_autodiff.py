@@ -11,7 +11,10 @@ from rannc_jax.ir.slice import avals, blocks_of, slice_nodes
 from tests.ir.tools import graph_of
 
 KEY = jax.random.key(0)
-X, W, V, B = (jax.random.normal(k, s) for k, s in zip(jax.random.split(KEY, 4), [(8, 6), (6, 6), (6, 6), (6,)], strict=True))
+X, W, V, B = (
+    jax.random.normal(k, s)
+    for k, s in zip(jax.random.split(KEY, 4), [(8, 6), (6, 6), (6, 6), (6,)], strict=True)
+)
 
 
 def shapes(values):
@@ -31,7 +34,8 @@ def check(fn, values, wrt, cotangents):
     )
     expected = jax.grad(
         lambda chosen: sum(
-            jnp.sum(fn([chosen[wrt.index(i)] if i in wrt else x for i, x in enumerate(values)])[k]) for k in cotangents
+            jnp.sum(fn([chosen[wrt.index(i)] if i in wrt else x for i, x in enumerate(values)])[k])
+            for k in cotangents
         )
     )([values[i] for i in wrt])
     for a, b in zip(got, expected, strict=True):
@@ -57,7 +61,14 @@ def test_results_that_leave_the_stage_are_not_kept_twice():
 
 
 @pytest.mark.parametrize(
-    "view", [lambda w: w.T, lambda w: w.reshape(36).reshape(6, 6), lambda w: w[None][0], lambda w: w[:6], lambda w: w]
+    "view",
+    [
+        lambda w: w.T,
+        lambda w: w.reshape(36).reshape(6, 6),
+        lambda w: w[None][0],
+        lambda w: w[:6],
+        lambda w: w,
+    ],
 )
 def test_views_of_weights_are_made_again(view):
     diff = check(lambda v: [jnp.sin(v[0] @ view(v[1]))], [X, W], [0, 1], [0])

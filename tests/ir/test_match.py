@@ -64,7 +64,9 @@ def test_program_and_anchors_change_with_what_they_stand_for():
     assert anchor_print(one) == anchor_print(other)
     third = graph_of(lambda p, b: two_layers(p, b) + jnp.sum(p["a"] @ p["b"]), PARAMS, BATCH)
     assert anchor_print(one) != anchor_print(third)  # one more equation reads parameters
-    swapped = graph_of(lambda p, b: two_layers({"a": p["b"], "b": p["a"]}, b), {"a": shape(5, 3), "b": shape(4, 5)}, BATCH)
+    swapped = graph_of(
+        lambda p, b: two_layers({"a": p["b"], "b": p["a"]}, b), {"a": shape(5, 3), "b": shape(4, 5)}, BATCH
+    )
     assert anchor_print(swapped) != anchor_print(one)
 
 

@@ -61,8 +61,12 @@ def test_a_literal_output_has_no_number():
 
 
 def test_bytes_count_keys_by_their_words():
-    program = program_of(lambda p, b, *, rng: jnp.sum(jax.random.normal(rng, b.shape) * p), shape(), shape(3),
-                         rng=jax.random.key(0))
+    program = program_of(
+        lambda p, b, *, rng: jnp.sum(jax.random.normal(rng, b.shape) * p),
+        shape(),
+        shape(3),
+        rng=jax.random.key(0),
+    )
     rng = next(i for i, leaf in enumerate(program.inputs) if leaf.role is Role.RNG)
     assert program.nbytes(rng) == 8
     assert program.nbytes(0) == 4

@@ -83,7 +83,11 @@ def test_padding_is_exact_for_every_form_of_loss(fn):
 def test_padding_leaves_no_trace_in_outputs_and_gradients_to_the_batch():
     def fn(params, batch):
         h = net(params, batch["x"])
-        return jnp.mean((h - batch["y"]) ** 2), {"h": h, "ids": batch["ids"] + 1, "norm": jnp.sum(params[0]["w"])}
+        return jnp.mean((h - batch["y"]) ** 2), {
+            "h": h,
+            "ids": batch["ids"] + 1,
+            "norm": jnp.sum(params[0]["w"]),
+        }
 
     def batch_of(count):
         return {**rows(count, seed=5), "ids": np.arange(count)}
@@ -213,7 +217,8 @@ def test_the_instrument_sees_plain_device_puts(busy, monkeypatch):
 
     def plain(values, layouts, target):
         return [
-            jax.device_put(x, sub_mesh_sharding(layout, target)) for x, layout in zip(values, layouts, strict=True)
+            jax.device_put(x, sub_mesh_sharding(layout, target))
+            for x, layout in zip(values, layouts, strict=True)
         ]
 
     monkeypatch.setattr(executor, "move", plain)
@@ -270,12 +275,19 @@ def test_values_are_freed_at_their_last_use():
     prepared = step._home
     most = 0
     defined = set(step._engine._given_keys(prepared))
-    last = {key: i for i, op in enumerate(prepared.ops) if op.kind is not OpKind.FREE for key in (*op.inputs, *op.outputs)}
+    last = {
+        key: i
+        for i, op in enumerate(prepared.ops)
+        if op.kind is not OpKind.FREE
+        for key in (*op.inputs, *op.outputs)
+    }
     for position, op in enumerate(prepared.ops):
         gone = op.inputs if op.kind is OpKind.FREE else op.donates
         defined -= set(gone)
         defined |= set(op.outputs)
-        overdue = [k for k in defined if last.get(k, 10**9) < position - 1 and k not in prepared.lowered.wanted]
+        overdue = [
+            k for k in defined if last.get(k, 10**9) < position - 1 and k not in prepared.lowered.wanted
+        ]
         assert not overdue, overdue
         most = max(most, sum(key[0] == "res" for key in defined))
     in_flight = sum(len(code.diff.residuals) * (3 - s) for s, code in enumerate(prepared.lowering.code))

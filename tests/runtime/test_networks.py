@@ -212,7 +212,9 @@ def test_conditions_and_loops(settings):
 def test_while_loops_run_forward_only():
     def apply(params, x):
         h = net(params[:2], x)
-        h = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ params[2]["w"])), (0, h))[1]
+        h = jax.lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ params[2]["w"])), (0, h)
+        )[1]
         return net(params[3:], h)
 
     params, x = layers(), rows()["x"]
@@ -334,7 +336,9 @@ def test_a_loss_that_ignores_the_batch_has_nothing_to_cut():
 
 
 def test_a_loss_that_ignores_the_parameters():
-    check_gradients(lambda p, b: jnp.mean(jnp.sin(b["x"] @ b["x"].T @ b["y"])), layers(), rows(), num_microbatches=1)
+    check_gradients(
+        lambda p, b: jnp.mean(jnp.sin(b["x"] @ b["x"].T @ b["y"])), layers(), rows(), num_microbatches=1
+    )
 
 
 def test_some_parameters_are_integers_or_unread():
@@ -366,7 +370,9 @@ def test_outputs_that_are_inputs_or_constants(replicas):
     params, batch = layers(), rows()
     step, state = train(fn, params, batch, replicas=replicas)
     out, _ = step.value_and_grad(state, batch)
-    assert_close(out.aux, {"x": batch["x"], "w": params[0]["w"], "one": jnp.float32(1), "half": jnp.float32(0.5)})
+    assert_close(
+        out.aux, {"x": batch["x"], "w": params[0]["w"], "one": jnp.float32(1), "half": jnp.float32(0.5)}
+    )
 
 
 def test_arrays_of_size_zero():
@@ -392,9 +398,7 @@ def test_a_network_of_three_hundred_layers_is_cut_in_reasonable_time():
         return mean_square(h, batch)
 
     start = time.perf_counter()
-    plan = rannc_jax.make_plan(
-        fn, params, rows(), optimizer=optax.sgd(0.1), num_stages=4, num_microbatches=2
-    )
+    plan = rannc_jax.make_plan(fn, params, rows(), optimizer=optax.sgd(0.1), num_stages=4, num_microbatches=2)
     assert time.perf_counter() - start < 60
     assert plan.num_stages == 4
 

@@ -425,7 +425,9 @@ def test_arrays_of_the_host_may_replace_those_of_a_state():
 def test_another_function_of_the_same_parameters_is_cut_by_where_they_live():
     params, batch = layers(), rows()
     step, state = train(loss_fn, params, batch, replicas=(2, 1))
-    evaluate = step.evaluate(lambda p, x: {"h": net(p, x), "first": net(p[:1], x), "mean": jnp.mean(net(p, x))})
+    evaluate = step.evaluate(
+        lambda p, x: {"h": net(p, x), "first": net(p[:1], x), "mean": jnp.mean(net(p, x))}
+    )
     out = evaluate(state, batch["x"])
     assert_close(out["h"], net(params, batch["x"]))
     assert_close(out["first"], net(params[:1], batch["x"]))
