@@ -31,7 +31,7 @@ from rannc_jax.partition.decision import Decision
 from rannc_jax.partition.search import search
 from rannc_jax.plan import Block, Plan
 from rannc_jax.progress import NoProgress, Progress
-from rannc_jax.schedule import Forward, GPipe, OneFOneB, simulate
+from rannc_jax.schedule import Forward, GPipe, OneFOneB, Schedule, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,13 @@ def plan_function(
     progress.note(f"pricing {len(graph.nodes)} pieces")
     blocks, table = _price(graph, request)
     progress.note("searching")
+    schedules: tuple[Schedule, ...] = (Forward(),) if request.optimizer is None else (OneFOneB(), GPipe())
     decision = search(
         table,
         request.cluster,
         request.constraints,
         rows=example.rows,
-        schedules=(Forward(),) if request.optimizer is None else (OneFOneB(), GPipe()),
+        schedules=schedules,
         simulate=simulate,
         splittable=splittable,
     )
@@ -114,7 +115,7 @@ def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
     if graph.info.couplings and fixed > 1 and rows % fixed:
         raise TraceError(
             message(
-                f"a batch of {rows} rows does not divide into {fixed} microbatches, and its rows are coupled.",
+                f"{rows} rows do not divide into {fixed} microbatches, and they are coupled.",
                 *_where(graph.info.couplings[0]),
                 "another number of microbatches would be another loss.",
                 hint=f"num_microbatches={_divisor(rows, fixed)}, or a batch that divides.",
@@ -139,7 +140,7 @@ def _price(graph: Graph, request: Request) -> tuple[tuple[NodeBlock, ...], Any]:
     seconds = node_seconds(opened, cluster.device(0), rows)
     cuts = [c for c in constraints.cuts if isinstance(c, str)] if constraints.cuts != AUTO else []
     blocks = coarsen(
-        atoms(graph, seconds, rows), cuts=cuts, seconds_per_byte=1 / cluster.intra_host.bytes_per_s
+        atoms(graph, seconds.tolist(), rows), cuts=cuts, seconds_per_byte=1 / cluster.intra_host.bytes_per_s
     )
     table = price(
         graph,

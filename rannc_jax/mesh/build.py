@@ -37,6 +37,6 @@ def stage_meshes(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tup
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> str:
-    """ "8 x cpu", "2 x NVIDIA H200"."""
+    """Counts by kind, such as "8 x cpu" or "2 x NVIDIA H200"."""
     kinds = Counter(device.device_kind for device in devices)
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"

@@ -296,7 +296,7 @@ class Engine:
         return env
 
     def _held(self, prepared: Prepared, v: int, s: int, leaves: Mapping[int, Any]) -> Any:
-        """A frozen leaf or constant on a stage; copies are made once and kept while the source is the same."""
+        """A frozen leaf or constant on a stage; copies are kept while the source is the same."""
         program, mesh = prepared.graph.program, prepared.layout.meshes[s]
         source = leaves.get(v)
         if source is None:

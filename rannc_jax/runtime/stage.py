@@ -120,7 +120,7 @@ def stage_shape(
         reads_rng=bool(by_role[Role.RNG]),
         crossing_in=tuple(v for v in inner if v in made_by_nodes),
         crossing_out=tuple(v for v in part.outputs if v not in set(extra) or _is_read(graph, v, nodes)),
-        accumulated=tuple([*direct, *(v for v in from_prologue if v in graph.flows)]),
+        accumulated=(*direct, *(v for v in from_prologue if v in graph.flows)),
     )
 
 
@@ -263,7 +263,10 @@ class StagePrograms:
         return self._compile(run, ins + [self._row_spec] * self.masked, specs + kept)
 
     def backward(self, arity: Sequence[int], accumulator_dtypes: Sequence[Any]) -> Compiled:
-        """`(*held, *kept outputs, *residuals, *cotangents, weight?, *accumulators) -> (*accumulators, *gradients)`.
+        """The backward, from what the forward left and the cotangents to sums and gradients.
+
+        Its arguments are held inputs, kept outputs, residuals, cotangents, the loss's weight on the stage
+        that makes it, and accumulators; it returns new accumulators and the gradients of `gradient_ids`.
 
         Args:
             arity: how many cotangents arrive for each crossing output that takes one; they are added in
