@@ -154,7 +154,7 @@ def _signs(program: Program) -> list[Any]:
 def _lost(aligned: Aligned, what: str) -> TraceError:
     return TraceError(
         message(
-            f"with {aligned.program.rows} rows the function is not the program it is with {aligned.base.rows}.",
+            f"with {aligned.program.rows} rows the function is not what it is with {aligned.base.rows}.",
             what,
             hint="fewer microbatches or replicas, so that parts have more rows, or a function that does "
             "not look at the number of rows.",

@@ -26,18 +26,11 @@ from rannc_jax.ir.batch import LossKind, RowLayout
 from rannc_jax.ir.graph import Graph, written_state
 from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.runtime.loss import combine_free, combine_rows, divisor_function, total_loss
+from rannc_jax.runtime.once import finish_program, prologue_program
 from rannc_jax.runtime.ops import Key, Op, OpKind
 from rannc_jax.runtime.optimizer import grad_dtype
-from rannc_jax.runtime.stage import (
-    Compiled,
-    Seeding,
-    Spread,
-    StagePrograms,
-    StageShape,
-    finish_program,
-    prologue_program,
-    stage_shape,
-)
+from rannc_jax.runtime.shape import StageShape, stage_shape
+from rannc_jax.runtime.stage import Compiled, Seeding, Spread, StagePrograms
 from rannc_jax.schedule.action import Action, Kind
 
 

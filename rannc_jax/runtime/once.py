@@ -1,0 +1,73 @@
+"""What a stage runs once a step: the prologue before the microbatches, and the end of its gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rannc_jax.ir.slice import Slice, as_function
+from rannc_jax.ir.trace import Program
+from rannc_jax.runtime.shape import StageShape
+from rannc_jax.runtime.stage import Compiled, Spread, StagePrograms
+
+
+def prologue_program(program: Program, prologue: Slice, mesh: Mesh) -> Compiled:
+    """`(*prologue.inputs) -> (*prologue.outputs)`, whole on every replica."""
+    run = as_function(program, prologue)
+    return jax.jit(lambda *xs: tuple(run(xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _casts_of_parameters(program: Program, shape: StageShape) -> dict[int, int]:
+    """Prologue values that only cast a parameter: their float32 sums are the parameter's gradient, and
+    must not be rounded to the narrow dtype on the way back."""
+    found: dict[int, int] = {}
+    for e in shape.prologue.equations if shape.prologue is not None else ():
+        (source, *others), outs = program.reads(e) or (-1,), program.writes(e)
+        if program.eqns[e].primitive.name == "convert_element_type" and source in shape.params and not others:
+            found[outs[0]] = source
+    return {v: p for v, p in found.items() if v in shape.accumulated}
+
+
+def finish_program(programs: StagePrograms) -> Compiled:
+    """`(*accumulators, scale, *prologue.inputs) -> (*gradients of shape.params that flow)`.
+
+    The one reduction over replicas a step, the division by the total weight, and the transpose of the
+    prologue.
+    """
+    shape, graph = programs.shape, programs.graph
+    program = graph.program
+    direct = {v: v for v in shape.accumulated if v < len(program.inputs)}
+    casts = _casts_of_parameters(program, shape)
+    made = [v for v in shape.accumulated if v not in direct and v not in casts]
+    targets = [v for v in shape.params if v in graph.flows]
+    per_replica = programs.spread is Spread.PER_REPLICA
+    prologue = shape.prologue
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        sums = [jnp.sum(x, axis=0) if per_replica else x for x in args[: len(shape.accumulated)]]
+        scale = args[len(shape.accumulated)]
+        by_id = {v: g * scale.astype(g.dtype) for v, g in zip(shape.accumulated, sums, strict=True)}
+        grads: dict[int, Any] = {}
+        for v, parameter in {**direct, **casts}.items():
+            grads[parameter] = grads[parameter] + by_id[v] if parameter in grads else by_id[v]
+        if prologue is not None and made:
+            given = dict(zip(prologue.inputs, args[len(shape.accumulated) + 1 :], strict=True))
+            wrt = [v for v in prologue.inputs if v in graph.flows]
+
+            def forward(chosen: list[Any]) -> list[Any]:
+                values = {**given, **dict(zip(wrt, chosen, strict=True))}
+                outs = as_function(program, prologue)([values[v] for v in prologue.inputs])
+                by_out = dict(zip(prologue.outputs, outs, strict=True))
+                return [by_out[v] for v in made]
+
+            outs, pull = jax.vjp(forward, [given[v] for v in wrt])
+            (through,) = pull([by_id[v].astype(o.dtype) for v, o in zip(made, outs, strict=True)])
+            for v, g in zip(wrt, through, strict=True):
+                grads[v] = grads[v] + g if v in grads else g
+        missing = [v for v in targets if v not in grads]
+        for v in missing:
+            grads[v] = jnp.zeros(program.vars[v].aval.shape, program.vars[v].aval.dtype)
+        return tuple(grads[v] for v in targets)
+
+    return jax.jit(run, out_shardings=NamedSharding(programs.mesh, PartitionSpec()))
