@@ -1,6 +1,7 @@
 """Fingerprints, and finding the blocks of a plan again."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import pytest
@@ -29,7 +30,7 @@ def rewritten(params, batch):
 def plan_of(graph, cuts):
     """A plan with one block a stage, cut before these nodes."""
     edges = [0, *cuts, len(graph.nodes)]
-    parts = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [range(a, b) for a, b in itertools.pairwise(edges)]
     coordinates = [block_coordinates(graph, part) for part in parts]
     return dataclasses.replace(
         small_plan(),
