@@ -292,7 +292,7 @@ def local_cluster(devices: Sequence[jax.Device]) -> ClusterSpec:
     if name is None:
         name = "h100"
         warnings.warn(
-            f"no preset for {first.device_kind!r}; planning for {name}. A mesh file would describe it.",
+            f"no preset for {first.device_kind!r}; planning as for {name}. Describe it in a mesh file.",
             stacklevel=4,
         )
     device = device_preset(name)
@@ -321,8 +321,8 @@ def _fit_memory(
     if constraints.memory_limit_bytes != AUTO and constraints.memory_limit_bytes <= limit:
         return constraints
     warnings.warn(
-        f"JAX may use {limit / 2**30:.1f} GiB of a device, the mesh says {promised / 2**30:.1f}: planning "
-        "for the smaller. XLA_PYTHON_CLIENT_MEM_FRACTION, set before JAX starts, frees the rest.",
+        f"JAX may use {limit / 2**30:.1f} GiB of a device, the mesh promises {promised / 2**30:.1f}: "
+        "planning for the smaller. XLA_PYTHON_CLIENT_MEM_FRACTION, set before JAX starts, frees the rest.",
         stacklevel=5,
     )
     return replace(constraints, memory_limit_bytes=limit)

@@ -115,7 +115,7 @@ def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
     if graph.info.couplings and fixed > 1 and rows % fixed:
         raise TraceError(
             message(
-                f"{rows} rows do not divide into {fixed} microbatches, and they are coupled.",
+                f"a batch of {rows} rows does not divide into {fixed} microbatches; its rows are coupled.",
                 *_where(graph.info.couplings[0]),
                 "another number of microbatches would be another loss.",
                 hint=f"num_microbatches={_divisor(rows, fixed)}, or a batch that divides.",
@@ -126,7 +126,8 @@ def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
 
 def _where(coupling: Coupling) -> tuple[str, ...]:
     path = f" in {coupling.path}" if coupling.path else ""
-    return (f"{coupling.primitive}{path}, at {coupling.source or 'an unknown line'} ({coupling.kind.value})",)
+    kind = " (batch statistics)" if coupling.kind is CouplingKind.BATCH_STATISTICS else ""
+    return (f"{coupling.primitive}{path}, at {coupling.source or 'an unknown line'}{kind}",)
 
 
 def _divisor(rows: int, most: int) -> int:

@@ -325,15 +325,14 @@ _COLLECTIVES = {
     "axis_index",
     "pmin",
 }
-_CALLBACKS = {"io_callback", "pure_callback_ordered"}
+_CALLBACKS = {"io_callback"}
 
 
 def _refuse_effects(closed: jex.ClosedJaxpr) -> None:
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        ordered = any(
-            "ordered" in str(effect).lower() and "un" not in str(effect).lower() for effect in eqn.effects
-        )
+        effects = [type(effect).__name__ for effect in eqn.effects]
+        ordered = any(effect.startswith(("Ordered", "IO")) for effect in effects)
         if ordered or name in _CALLBACKS or name in _COLLECTIVES or name == "shard_map":
             raise TraceError(
                 message(

@@ -214,13 +214,14 @@ class Engine:
 
     def _indivisible(self, graph: Graph, batch_rows: int) -> TraceError:
         first = (self._coupled(graph) or list(graph.info.couplings))[0]
+        wanted = self.routine.num_microbatches
+        why = "examples see each other" if self._coupled(graph) else "batch statistics"
         return TraceError(
             message(
-                f"{batch_rows} rows do not divide into {self.routine.num_microbatches} microbatches, and the "
-                f"rows are coupled ({first.kind.value}).",
-                f"by {first.primitive} in {first.path or 'the function'} at {first.source}",
+                f"{batch_rows} rows do not divide into {wanted} microbatches, and the rows are coupled.",
+                f"{first.primitive}{' in ' + first.path if first.path else ''}, at {first.source} ({why})",
                 "another number of microbatches would be another loss.",
-                hint=f"a batch whose rows divide by {self.routine.num_microbatches}.",
+                hint=f"a batch whose rows divide by {wanted}.",
             )
         )
 
@@ -296,7 +297,7 @@ class Engine:
         return env
 
     def _held(self, prepared: Prepared, v: int, s: int, leaves: Mapping[int, Any]) -> Any:
-        """A frozen leaf or constant on a stage; copies are kept while the source is the same."""
+        """A frozen leaf or constant on a stage; copied once for as long as the source is the same."""
         program, mesh = prepared.graph.program, prepared.layout.meshes[s]
         source = leaves.get(v)
         if source is None:

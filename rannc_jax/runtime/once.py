@@ -1,11 +1,13 @@
 """What a stage runs once a step: the prologue before the microbatches, and the end of its gradients."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.slice import Slice, as_function
 from rannc_jax.ir.trace import Program
 from rannc_jax.runtime.shape import StageShape
@@ -53,21 +55,28 @@ def finish_program(programs: StagePrograms) -> Compiled:
             grads[parameter] = grads[parameter] + by_id[v] if parameter in grads else by_id[v]
         if prologue is not None and made:
             given = dict(zip(prologue.inputs, args[len(shape.accumulated) + 1 :], strict=True))
-            wrt = [v for v in prologue.inputs if v in graph.flows]
-
-            def forward(chosen: list[Any]) -> list[Any]:
-                values = {**given, **dict(zip(wrt, chosen, strict=True))}
-                outs = as_function(program, prologue)([values[v] for v in prologue.inputs])
-                by_out = dict(zip(prologue.outputs, outs, strict=True))
-                return [by_out[v] for v in made]
-
-            outs, pull = jax.vjp(forward, [given[v] for v in wrt])
-            (through,) = pull([by_id[v].astype(o.dtype) for v, o in zip(made, outs, strict=True)])
-            for v, g in zip(wrt, through, strict=True):
+            through = _through_prologue(graph, prologue, given, {v: by_id[v] for v in made})
+            for v, g in through.items():
                 grads[v] = grads[v] + g if v in grads else g
-        missing = [v for v in targets if v not in grads]
-        for v in missing:
-            grads[v] = jnp.zeros(program.vars[v].aval.shape, program.vars[v].aval.dtype)
-        return tuple(grads[v] for v in targets)
+        avals = {v: program.vars[v].aval for v in targets}
+        return tuple(grads[v] if v in grads else jnp.zeros(a.shape, a.dtype) for v, a in avals.items())
 
     return jax.jit(run, out_shardings=NamedSharding(programs.mesh, PartitionSpec()))
+
+
+def _through_prologue(
+    graph: Graph, prologue: Slice, given: Mapping[int, Any], sums: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Gradients of the prologue's inputs from those of some of its outputs."""
+    wrt = [v for v in prologue.inputs if v in graph.flows]
+    compute = as_function(graph.program, prologue)
+
+    def forward(chosen: list[Any]) -> list[Any]:
+        values = {**given, **dict(zip(wrt, chosen, strict=True))}
+        outs = compute([values[v] for v in prologue.inputs])
+        by_id = dict(zip(prologue.outputs, outs, strict=True))
+        return [by_id[v] for v in sums]
+
+    outs, pull = jax.vjp(forward, [given[v] for v in wrt])
+    (grads,) = pull([g.astype(o.dtype) for g, o in zip(sums.values(), outs, strict=True)])
+    return dict(zip(wrt, grads, strict=True))

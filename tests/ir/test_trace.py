@@ -179,7 +179,7 @@ def test_batch_leaves_that_disagree_are_listed():
 
 
 def test_scalars_and_leaves_of_one_row_are_the_same_for_all_rows():
-    _who, example = example_of(two_layers, PARAMS, {**BATCH, "one": shape(1, 4), "scalar": shape()})
+    _, example = example_of(two_layers, PARAMS, {**BATCH, "one": shape(1, 4), "scalar": shape()})
     assert example.rows == 8
     assert dict(zip(sorted(example.batch), example.batch_dims, strict=True)) == {
         "one": None,

@@ -189,7 +189,7 @@ THREADED = {"rng": jax.random.key(0), "model_state": {"n": jnp.int32(0)}, "froze
 
 def a_step_watched(state, step, batch):
     with watch_host_traffic() as seen:
-        new, _out = step(state, batch)
+        new, _ = step(state, batch)
     return new, seen
 
 

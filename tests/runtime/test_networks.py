@@ -314,10 +314,15 @@ def test_ordered_effects_and_collectives_are_refused_with_the_line():
         assert "test_networks.py" in str(error.value)
 
 
-def test_effects_inside_loops_are_seen():
+@pytest.mark.parametrize("effect", ["print", "callback"])
+def test_effects_inside_loops_are_seen(effect):
     def fn(params, batch):
         def body(h, layer):
-            jax.debug.print("{}", h[0, 0], ordered=True)
+            if effect == "print":
+                jax.debug.print("{}", h[0, 0], ordered=True)
+            else:
+                one = jax.ShapeDtypeStruct((), jnp.float32)
+                h = h * jax.experimental.io_callback(lambda: np.float32(1), one)
             return jnp.tanh(h @ layer), None
 
         h, _ = jax.lax.scan(body, batch["x"], params)

@@ -292,7 +292,7 @@ def test_wrt_batch_names_leaves_that_are_there_and_floating():
     with pytest.raises(TraceError, match=r"'z', which is no batch leaf") as error:
         step.value_and_grad(state, batch, wrt_batch=("z",))
     assert "['x']" in str(error.value)
-    with pytest.raises(TraceError, match=r"integer|floating"):
+    with pytest.raises(TraceError, match="which has no gradient"):
         step.value_and_grad(state, batch, wrt_batch=("ids",))
 
 
@@ -391,7 +391,7 @@ def test_an_exception_leaves_the_state_intact():
 
 
 def test_a_state_belongs_to_a_step_that_was_initialised():
-    _step, state = train(loss_fn, layers(), rows())
+    _, state = train(loss_fn, layers(), rows())
     fresh = rannc_jax.auto_partition(loss_fn, optimizer=optax.sgd(0.1))
     with pytest.raises(rannc_jax.PlanError, match=r"no state yet"):
         fresh(state, rows())
