@@ -159,6 +159,7 @@ def _detach_no_grad_regions(graph_module: torch.fx.GraphModule) -> None:
         if node.op == "call_function" and node.target is region:
             enabled, body = node.args[:2]
             inner = graph_module.get_submodule(body.target)
+            assert isinstance(inner, torch.fx.GraphModule), "a region's body is a graph"
             if not enabled:
                 _detach_outputs(inner)
             _detach_no_grad_regions(inner)

@@ -104,15 +104,16 @@ def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signa
     literals: dict[str, torch.Tensor] = {}
     slot = 0
     for spec in program.graph_signature.input_specs:
+        target = spec.target or ""
         if spec.kind is InputKind.USER_INPUT:
             inputs.append((Source.ARGUMENT, slot))
             slot += 1
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target.startswith(PREFIX):
-            inputs.append((Source.TENSOR, names.owner(spec.target.removeprefix(PREFIX))))
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target.startswith(PREFIX):
+            inputs.append((Source.TENSOR, names.owner(target.removeprefix(PREFIX))))
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER, InputKind.BUFFER):
-            inputs.append((Source.LITERAL, spec.target))
-            value = program.state_dict.get(spec.target)
-            literals[spec.target] = program.constants[spec.target] if value is None else value
+            inputs.append((Source.LITERAL, target))
+            value = program.state_dict.get(target)
+            literals[target] = program.constants[target] if value is None else value  # type: ignore[assignment]
         else:
             raise BridgeError(
                 message(f"the exported program takes a {spec.kind.name.lower()}.", str(spec.target))
@@ -161,6 +162,7 @@ def read_graph(fx_graph: torch.fx.Graph, owner: torch.nn.Module) -> Graph:
             num_inputs += 1
         elif node.op == "get_attr":
             body = owner.get_submodule(node.target)
+            assert isinstance(body, torch.fx.GraphModule), "export lifts every attribute that is no graph"
             values[node] = read_graph(body.graph, body)
         elif node.op == "output":
             result = plain(node.args[0])

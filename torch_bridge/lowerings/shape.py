@@ -236,7 +236,7 @@ def roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
 
 @lowering(aten.rot90.default)
 def rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    return jnp.rot90(x, k, tuple(dims))
+    return jnp.rot90(x, k, (dims[0], dims[1]))
 
 
 @lowering(aten.constant_pad_nd.default)
