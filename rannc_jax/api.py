@@ -136,7 +136,9 @@ def make_plan(
     given = {
         "frozen": defaults.frozen if frozen is None else frozen,
         "model_state": defaults.model_state if model_state is None else model_state,
-        "rng": jax.eval_shape(lambda: jax.random.key(0)) if rng is None and "rng" in who.takes - who.optional else rng,
+        "rng": jax.eval_shape(lambda: jax.random.key(0))
+        if rng is None and "rng" in who.takes - who.optional
+        else rng,
     }
     batch = defaults.batch if batch is None else batch
     example = make_example(
@@ -230,7 +232,9 @@ def _settings(
         )
     for name, plain in _NOT_BUILT.items():
         if settings.get(name, plain[0]) not in plain:
-            raise PlanError(message(f"{name}={settings[name]!r} is not built yet.", hint=f"leave {name} out."))
+            raise PlanError(
+                message(f"{name}={settings[name]!r} is not built yet.", hint=f"leave {name} out.")
+            )
     rest = {k: v for k, v in settings.items() if k not in _NOT_BUILT}
     unknown = [k for k in rest if k not in known]
     if unknown:
@@ -239,7 +243,9 @@ def _settings(
             message(
                 f"unknown settings: {', '.join(unknown)}.",
                 f"known here: {', '.join(sorted(known))}",
-                hint="constraints belong to make_plan, options of running to parallelize." if misplaced else None,
+                hint="constraints belong to make_plan, options of running to parallelize."
+                if misplaced
+                else None,
             )
         )
     return (
@@ -286,7 +292,7 @@ def local_cluster(devices: Sequence[jax.Device]) -> ClusterSpec:
     if name is None:
         name = "h100"
         warnings.warn(
-            f"no preset for {first.device_kind!r}; planning as if it were {name}. Describe it in a mesh file.",
+            f"no preset for {first.device_kind!r}; planning as for {name}. Describe it in a mesh file.",
             stacklevel=4,
         )
     device = device_preset(name)
@@ -315,8 +321,8 @@ def _fit_memory(
     if constraints.memory_limit_bytes != AUTO and constraints.memory_limit_bytes <= limit:
         return constraints
     warnings.warn(
-        f"JAX may use {limit / 2**30:.1f} GiB of a device, the mesh promises {promised / 2**30:.1f}: planning "
-        "for the smaller. XLA_PYTHON_CLIENT_MEM_FRACTION, set before JAX starts, frees the rest.",
+        f"JAX may use {limit / 2**30:.1f} GiB of a device, the mesh promises {promised / 2**30:.1f}: "
+        "planning for the smaller. XLA_PYTHON_CLIENT_MEM_FRACTION, set before JAX starts, frees the rest.",
         stacklevel=5,
     )
     return replace(constraints, memory_limit_bytes=limit)

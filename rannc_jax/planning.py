@@ -31,7 +31,7 @@ from rannc_jax.partition.decision import Decision
 from rannc_jax.partition.search import search
 from rannc_jax.plan import Block, Plan
 from rannc_jax.progress import NoProgress, Progress
-from rannc_jax.schedule import Forward, GPipe, OneFOneB, simulate
+from rannc_jax.schedule import Forward, GPipe, OneFOneB, Schedule, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,13 @@ def plan_function(
     progress.note(f"pricing {len(graph.nodes)} pieces")
     blocks, table = _price(graph, request)
     progress.note("searching")
+    schedules: tuple[Schedule, ...] = (Forward(),) if request.optimizer is None else (OneFOneB(), GPipe())
     decision = search(
         table,
         request.cluster,
         request.constraints,
         rows=example.rows,
-        schedules=(Forward(),) if request.optimizer is None else (OneFOneB(), GPipe()),
+        schedules=schedules,
         simulate=simulate,
         splittable=splittable,
     )
@@ -114,7 +115,7 @@ def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
     if graph.info.couplings and fixed > 1 and rows % fixed:
         raise TraceError(
             message(
-                f"a batch of {rows} rows does not divide into {fixed} microbatches, and its rows are coupled.",
+                f"a batch of {rows} rows does not divide into {fixed} microbatches; its rows are coupled.",
                 *_where(graph.info.couplings[0]),
                 "another number of microbatches would be another loss.",
                 hint=f"num_microbatches={_divisor(rows, fixed)}, or a batch that divides.",
@@ -125,7 +126,8 @@ def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
 
 def _where(coupling: Coupling) -> tuple[str, ...]:
     path = f" in {coupling.path}" if coupling.path else ""
-    return (f"{coupling.primitive}{path}, at {coupling.source or 'an unknown line'} ({coupling.kind.value})",)
+    kind = " (batch statistics)" if coupling.kind is CouplingKind.BATCH_STATISTICS else ""
+    return (f"{coupling.primitive}{path}, at {coupling.source or 'an unknown line'}{kind}",)
 
 
 def _divisor(rows: int, most: int) -> int:
@@ -139,7 +141,7 @@ def _price(graph: Graph, request: Request) -> tuple[tuple[NodeBlock, ...], Any]:
     seconds = node_seconds(opened, cluster.device(0), rows)
     cuts = [c for c in constraints.cuts if isinstance(c, str)] if constraints.cuts != AUTO else []
     blocks = coarsen(
-        atoms(graph, seconds, rows), cuts=cuts, seconds_per_byte=1 / cluster.intra_host.bytes_per_s
+        atoms(graph, seconds.tolist(), rows), cuts=cuts, seconds_per_byte=1 / cluster.intra_host.bytes_per_s
     )
     table = price(
         graph,
@@ -214,7 +216,9 @@ def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
         elif decision.num_microbatches == 1:
             notes.append(f"examples see each other ({coupling.primitive} in {where}): the batch stays whole.")
         else:
-            notes.append(f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled.")
+            notes.append(
+                f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled."
+            )
     if graph.info.loss is not None and graph.info.loss.kind.value == "mean_of_means":
         notes.append("the loss is no plain mean, sum or sum(a)/sum(w): it is the mean over microbatches.")
     return tuple(notes)

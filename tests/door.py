@@ -15,7 +15,9 @@ WIDTH = 8
 def layers(count: int = 4, width: int = WIDTH, seed: int = 0) -> list[dict[str, Any]]:
     """Weights [width, width] and biases [width]."""
     keys = jax.random.split(jax.random.key(seed), count)
-    return [{"w": jax.random.normal(k, (width, width)) / width**0.5, "b": jnp.full((width,), 0.1)} for k in keys]
+    return [
+        {"w": jax.random.normal(k, (width, width)) / width**0.5, "b": jnp.full((width,), 0.1)} for k in keys
+    ]
 
 
 def rows(count: int = 8, width: int = WIDTH, seed: int = 1) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
         assert a.dtype == b.dtype, jax.tree_util.keystr(path)
         a, b = a.astype(np.float64), b.astype(np.float64)
         scale = max(float(np.max(np.abs(b), initial=0)), 1e-6)
-        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            a / scale, b / scale, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def train(fn: Any, params: Any, batch: Any, *, init: Any = None, **settings: Any) -> tuple[Any, Any]:

@@ -144,7 +144,7 @@ def test_meshes_come_in_four_forms(tmp_path):
 
 def test_devices_of_a_mesh_are_those_that_are_used():
     mesh = Mesh(np.array(jax.devices()[4:6]), ("lent",))
-    step, state = train(loss_fn, layers(), rows(), mesh=mesh)
+    _, state = train(loss_fn, layers(), rows(), mesh=mesh)
     used = {d for leaf in jax.tree.leaves(state.params) for d in leaf.devices()}
     assert used == set(jax.devices()[4:6])
 

@@ -13,6 +13,7 @@ from torch_bridge.coverage import coverage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m torch_bridge", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("coverage", help="which operators of a module have a lowering")
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"expected package.module:factory, got {options.factory!r}")
     sys.path.insert(0, "")
     table = coverage(*getattr(importlib.import_module(module_name), function)())
-    print(table)
+    sys.stdout.write(f"{table}\n")
     return 1 if table.missing else 0
 
 

@@ -63,7 +63,9 @@ def attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: Settings, query: Any, key: Any, value: Any, bias: Any, allowed: Any, seeds: Any) -> Any:
+def _attention(
+    settings: Settings, query: Any, key: Any, value: Any, bias: Any, allowed: Any, seeds: Any
+) -> Any:
     return _forward(settings, query, key, value, bias, allowed, seeds)[0]
 
 
@@ -84,7 +86,9 @@ def _attention_bwd(settings: Settings, residuals: Any, cotangent: Any) -> tuple[
     value_bar = _contract("bhgqk,bhgqd->bhkd", dropped(weights).astype(value.dtype), out_bar)
     weights_bar = dropped(_contract("bhgqd,bhkd->bhgqk", out_bar, v))
     # sum over keys of weights * weights_bar, by way of the output: no [queries, keys] reduction.
-    inner = jnp.sum(out_bar.astype(jnp.float32) * _grouped(output, groups).astype(jnp.float32), -1, keepdims=True)
+    inner = jnp.sum(
+        out_bar.astype(jnp.float32) * _grouped(output, groups).astype(jnp.float32), -1, keepdims=True
+    )
     scores_bar = weights * (weights_bar - inner.astype(weights.dtype))
     bias_bar = None if bias is None else _reduced_to(_ungrouped(scores_bar), bias)
     products_bar = (scores_bar * settings.scale).astype(query.dtype)

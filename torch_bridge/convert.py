@@ -1,5 +1,6 @@
 """The way in: a torch module and an example call become a `JaxModule`."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,9 @@ def convert(
         model_state={name: value for name, value in buffers.items() if name in written},
         constants={name: value for name, value in buffers.items() if name not in written},
         aliases=dict(names.aliases),
-        batch=inputs.batch([to_jax(t, what=path) for t, path in zip(inputs.tensors, inputs.paths, strict=True)]),
+        batch=inputs.batch(
+            [to_jax(t, what=path) for t, path in zip(inputs.tensors, inputs.paths, strict=True)]
+        ),
         batch_dims=inputs.batch(programs.dims),
         programs=programs,
     )
@@ -104,7 +107,5 @@ def _share_classes(spec: Any) -> None:
     def unflatten(context: _Context, children: Any) -> Any:
         return node.unflatten_fn(list(children), context.value)
 
-    try:
+    with contextlib.suppress(ValueError):  # JAX knows it already
         jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    except ValueError:
-        pass  # JAX knows it already

@@ -46,10 +46,14 @@ class Coverage:
         for use in self.uses:
             path = use.path or "(root)"
             where = path if use.lowered or not use.source else f"{path}  at {use.source}"
-            lines.append(f"{use.operator:{width}}  {use.count:5d}  {'yes' if use.lowered else 'NO':7}  {where}")
+            lines.append(
+                f"{use.operator:{width}}  {use.count:5d}  {'yes' if use.lowered else 'NO':7}  {where}"
+            )
         calls = sum(use.count for use in self.uses)
         done = sum(use.count for use in self.uses if use.lowered)
-        lines.append(f"{done} of {calls} calls, {len(self.uses) - len(self.missing)} of {len(self.uses)} operators")
+        lines.append(
+            f"{done} of {calls} calls, {len(self.uses) - len(self.missing)} of {len(self.uses)} operators"
+        )
         return "\n".join(lines)
 
 
@@ -66,7 +70,9 @@ def coverage(
     """
     inputs = describe(module, tuple(args), dict(kwargs or {}), None)
     program = export(Exportable(module, inputs, None), inputs.tensors)
-    nodes = [n for n in read_graph(program.graph, program.graph_module).nodes if n.operator is not operator.getitem]
+    nodes = [
+        n for n in read_graph(program.graph, program.graph_module).nodes if n.operator is not operator.getitem
+    ]
     counts = Counter(node.operator for node in nodes)
     first = {node.operator: node for node in reversed(nodes)}
     uses = [

@@ -30,7 +30,9 @@ def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.Export
     """Decompose what has no lowering until everything has one, or nothing more can be opened."""
     seen: set[Any] = set()
     while True:
-        table = {op: opened for op in unlowered(program.graph) if op not in seen and (opened := decomposition(op))}
+        table = {
+            op: opened for op in unlowered(program.graph) if op not in seen and (opened := decomposition(op))
+        }
         if not table:
             return program
         seen |= set(table)
@@ -40,7 +42,9 @@ def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.Export
 def unlowered(graph: torch.fx.Graph) -> list[Any]:
     """Operators of a graph without a lowering, each once, in order of first use."""
     targets = dict.fromkeys(node.target for node in graph.nodes if node.op == "call_function")
-    return [op for op in targets if op not in IGNORED and op is not operator.getitem and registry.find(op) is None]
+    return [
+        op for op in targets if op not in IGNORED and op is not operator.getitem and registry.find(op) is None
+    ]
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:

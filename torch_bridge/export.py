@@ -9,7 +9,6 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from torch.utils import _pytree as torch_pytree
 from torch_bridge.decompose import open_unlowered
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.inputs import Inputs
+from torch_bridge.signature import OUTSIDE_USER_CODE
 
 _aten = torch.ops.aten
-_HERE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
 _SCALARS = (int, float, bool, complex, str, type(None))
 
 
@@ -76,7 +74,9 @@ class Exportable(torch.nn.Module):
         self.record.returned = OutputTree(
             spec=spec,
             leaves=tuple(_leaf_record(leaf) for leaf in leaves),
-            dropped=tuple(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_SCALARS))),
+            dropped=tuple(
+                type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_SCALARS))
+            ),
             loss=position,
         )
         return tuple(flat)
@@ -159,6 +159,7 @@ def _detach_no_grad_regions(graph_module: torch.fx.GraphModule) -> None:
         if node.op == "call_function" and node.target is region:
             enabled, body = node.args[:2]
             inner = graph_module.get_submodule(body.target)
+            assert isinstance(inner, torch.fx.GraphModule), "a region's body is a graph"
             if not enabled:
                 _detach_outputs(inner)
             _detach_no_grad_regions(inner)
@@ -180,7 +181,10 @@ def _detach_outputs(body: torch.fx.GraphModule) -> None:
 
 
 _HINTS = (
-    ("data-dependent", "make the branch tensor arithmetic (torch.where), or take the value as a Python argument"),
+    (
+        "data-dependent",
+        "make the branch tensor arithmetic (torch.where), or take the value as a Python argument",
+    ),
     (".item()", "keep the value a tensor, or take it as a Python argument"),
     ("masked_select", "use torch.where with a fill value, which keeps the shape fixed"),
     ("nonzero", "use a boolean mask with torch.where, which keeps the shape fixed"),
@@ -198,7 +202,9 @@ def _explained(error: Exception) -> BridgeError:
             "torch.export cannot follow this module.",
             f"{type(error).__name__}: {what[:300]}",
             f"at: {_user_line(traceback.extract_tb(error.__traceback__))}",
-            hint=hints[0] if hints else "run torch.export.export(module, args, strict=False) and follow what it says",
+            hint=hints[0]
+            if hints
+            else "run torch.export.export(module, args, strict=False) and follow what it says",
         )
     )
 
@@ -206,6 +212,6 @@ def _explained(error: Exception) -> BridgeError:
 def _user_line(frames: Any) -> str:
     """The innermost frame that is neither torch's nor ours."""
     for frame in reversed(list(frames)):
-        if not frame.filename.startswith((_HERE, _TORCH, "<")) and "contextlib" not in frame.filename:
+        if not frame.filename.startswith(OUTSIDE_USER_CODE) and "contextlib" not in frame.filename:
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
     return "(unknown)"

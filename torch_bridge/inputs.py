@@ -45,7 +45,8 @@ class Argument:
     def build(self, tensors: Sequence[Any]) -> Any:
         """The argument with these tensors (all tensors of the call) in place of the example ones."""
         filled = [
-            leaf if slot is None else tensors[slot] for leaf, slot in zip(self.leaves, self.slots, strict=True)
+            leaf if slot is None else tensors[slot]
+            for leaf, slot in zip(self.leaves, self.slots, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, filled)
 
@@ -200,7 +201,11 @@ def _taken_by_module(
 def _required_beside_outputs(loss: Callable[..., Any]) -> int:
     target = loss.forward if isinstance(loss, torch.nn.Module) else loss
     parameters = inspect.signature(target).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return max(len(required) - 1, 0)
 
 

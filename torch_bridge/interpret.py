@@ -45,9 +45,9 @@ def _unsupported(missing: Mapping[Any, Node]) -> str:
         if node.source:
             details.append(f"  at {node.source}")
     return message(
-        f"no lowering for {', '.join(str(op) for op in missing)}, and torch has no decomposition that leads to one.",
+        f"no lowering for {', '.join(map(str, missing))}, nor does torch decompose it into ones that have.",
         *details,
-        hint="teach it with @torch_bridge.register_lowering(torch.ops....), a JAX function of the same arguments",
+        hint="@torch_bridge.register_lowering(torch.ops....) on a JAX function of the same arguments",
     )
 
 
@@ -55,7 +55,10 @@ def _checked_dtype(dtype: torch.dtype, node: Node) -> None:
     try:
         jax_dtype(dtype)
     except BridgeError as error:
-        where = [f"computed by {node.operator} in module {node.path or '(root)'}", *([f"at {node.source}"] if node.source else [])]
+        where = [
+            f"computed by {node.operator} in module {node.path or '(root)'}",
+            *([f"at {node.source}"] if node.source else []),
+        ]
         raise BridgeError(message(str(error), *where)) from None
 
 

@@ -80,7 +80,10 @@ class JaxModule:
         return self.programs.reason is None
 
     def __repr__(self) -> str:
-        sizes = [sum(math.prod(leaf.shape) for leaf in part.values()) for part in (self.params, self.frozen, self.buffers)]
+        sizes = [
+            sum(math.prod(leaf.shape) for leaf in part.values())
+            for part in (self.params, self.frozen, self.buffers)
+        ]
         name = type(self.programs.wrapper.module).__name__
         return f"JaxModule({name}: {sizes[0]:,} parameters, {sizes[1]:,} frozen, {sizes[2]:,} in buffers)"
 
@@ -142,7 +145,7 @@ class JaxModule:
             raise BridgeError(
                 message(
                     "the module returns no loss.",
-                    "looked for: a scalar floating output, `.loss`, or [\"loss\"]",
+                    'looked for: a scalar floating output, `.loss`, or ["loss"]',
                     hint="pass labels, or convert(module, ..., loss=fn) with fn(outputs, *more_of_the_batch)",
                 )
             )
@@ -235,7 +238,9 @@ class JaxModule:
             raise BridgeError(message("the state_dict does not belong to this module.", *problems))
 
         def filled(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {k: to_jax(given[k], what=k).astype(v.dtype) if k in given else v for k, v in values.items()}
+            return {
+                k: to_jax(given[k], what=k).astype(v.dtype) if k in given else v for k, v in values.items()
+            }
 
         return replace(
             self,

@@ -84,7 +84,9 @@ class Programs:
         if key not in self.cache:
             with _flags(self.training):
                 if self.reason is None:
-                    made, _ = _for_any_rows(self.wrapper, self.names, _shaped(self.example, wanted), self.dims)
+                    made, _ = _for_any_rows(
+                        self.wrapper, self.names, _shaped(self.example, wanted), self.dims
+                    )
                 else:
                     made = _once(self.wrapper, self.names, _shaped(self.example, wanted), rows)
             self.cache[key] = made
@@ -116,7 +118,9 @@ def make_programs(
         dims: the user's word on the batch dims; None to find them.
     """
     training = tuple((m, m.training) for m in wrapper.module.modules())
-    guesses = list(shapes.batch_dim_candidates(example)) if dims is None else [(_stated_rows(example, dims), dims)]
+    guesses = (
+        list(shapes.batch_dim_candidates(example)) if dims is None else [(_stated_rows(example, dims), dims)]
+    )
     reasons: list[str] = []
     for _, guess in guesses:
         if all(dim is None for dim in guess):
@@ -127,7 +131,13 @@ def make_programs(
             reasons.append(str(error))
             continue
         made = Programs(
-            wrapper=wrapper, names=names, example=used, dims=guess, first=program, reason=None, training=training
+            wrapper=wrapper,
+            names=names,
+            example=used,
+            dims=guess,
+            first=program,
+            reason=None,
+            training=training,
         )
         break
     else:
@@ -135,7 +145,13 @@ def make_programs(
         program = _once(wrapper, names, example, rows)
         reason = reasons[0] if reasons else "no tensor has a batch dim"
         made = Programs(
-            wrapper=wrapper, names=names, example=example, dims=guess, first=program, reason=reason, training=training
+            wrapper=wrapper,
+            names=names,
+            example=example,
+            dims=guess,
+            first=program,
+            reason=reason,
+            training=training,
         )
     made.cache[made._key(tuple(tuple(t.shape) for t in made.example))] = program
     return made
@@ -166,7 +182,9 @@ def _for_any_rows(
     if shapes.doubtful(graph):
         third = _once(wrapper, names, shapes.resized(example, dims, rows + 1), rows + 1)
         if not shapes.agrees(graph, third.graph, rows + 1):
-            raise DifferentStructure(f"sizes do not follow the number of rows on a line (seen at {rows + 1} rows)")
+            raise DifferentStructure(
+                f"sizes do not follow the number of rows on a line (seen at {rows + 1} rows)"
+            )
     program = Program(
         graph=graph, signature=small.signature, returned=small.returned, rows=rows, any_rows=True
     )

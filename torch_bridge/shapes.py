@@ -48,13 +48,16 @@ def _only_dim(tensor: torch.Tensor, size: int) -> int | None:
 
 def rows_of(shapes: Sequence[tuple[int, ...] | None], dims: BatchDims) -> set[int]:
     """The numbers of rows that these shapes have in their batch dims."""
-    return {shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None and shape is not None}
+    return {
+        shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None and shape is not None
+    }
 
 
 def resized(tensors: Sequence[torch.Tensor], dims: BatchDims, rows: int) -> tuple[torch.Tensor, ...]:
     """The tensors with `rows` rows in their batch dims: their own rows, over and over."""
     return tuple(
-        tensor if dim is None else _resize(tensor, dim, rows) for tensor, dim in zip(tensors, dims, strict=True)
+        tensor if dim is None else _resize(tensor, dim, rows)
+        for tensor, dim in zip(tensors, dims, strict=True)
     )
 
 
@@ -72,7 +75,9 @@ def merge(small: Graph, large: Graph, rows: tuple[int, int]) -> Graph:
         DifferentStructure: if the graphs differ in more than integers on a line.
     """
     if len(small.nodes) != len(large.nodes) or small.num_inputs != large.num_inputs:
-        raise DifferentStructure(f"{len(small.nodes)} nodes at {rows[0]} rows, {len(large.nodes)} at {rows[1]}")
+        raise DifferentStructure(
+            f"{len(small.nodes)} nodes at {rows[0]} rows, {len(large.nodes)} at {rows[1]}"
+        )
     nodes = tuple(_merge_node(a, b, rows) for a, b in zip(small.nodes, large.nodes, strict=True))
     outputs = _merge_tree(small.outputs, large.outputs, rows)
     return Graph(num_inputs=small.num_inputs, nodes=nodes, outputs=outputs)

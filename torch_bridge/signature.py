@@ -7,6 +7,7 @@ tensor) are one value under its first name; `aliases` maps the others to it.
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch_bridge.errors import BridgeError, message
 from torch_bridge.program import Graph, Node, Ref
 
 PREFIX = "module."
+# Where frames are not the user's: torch, this package, code that torch generates.
+OUTSIDE_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,9 @@ class Signature:
     def written(self) -> tuple[str, ...]:
         """Owner names of the buffers that the module writes."""
         return tuple(
-            name for destination, name in self.outputs if destination is Destination.BUFFER and name is not None
+            name
+            for destination, name in self.outputs
+            if destination is Destination.BUFFER and name is not None
         )
 
 
@@ -99,17 +104,20 @@ def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signa
     literals: dict[str, torch.Tensor] = {}
     slot = 0
     for spec in program.graph_signature.input_specs:
+        target = spec.target or ""
         if spec.kind is InputKind.USER_INPUT:
             inputs.append((Source.ARGUMENT, slot))
             slot += 1
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target.startswith(PREFIX):
-            inputs.append((Source.TENSOR, names.owner(spec.target.removeprefix(PREFIX))))
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target.startswith(PREFIX):
+            inputs.append((Source.TENSOR, names.owner(target.removeprefix(PREFIX))))
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER, InputKind.BUFFER):
-            inputs.append((Source.LITERAL, spec.target))
-            value = program.state_dict.get(spec.target)
-            literals[spec.target] = program.constants[spec.target] if value is None else value
+            inputs.append((Source.LITERAL, target))
+            value = program.state_dict.get(target)
+            literals[target] = program.constants[target] if value is None else value  # type: ignore[assignment]
         else:
-            raise BridgeError(message(f"the exported program takes a {spec.kind.name.lower()}.", str(spec.target)))
+            raise BridgeError(
+                message(f"the exported program takes a {spec.kind.name.lower()}.", str(spec.target))
+            )
     return Signature(
         inputs=tuple(inputs),
         outputs=tuple(_destination(spec, names) for spec in program.graph_signature.output_specs),
@@ -154,6 +162,7 @@ def read_graph(fx_graph: torch.fx.Graph, owner: torch.nn.Module) -> Graph:
             num_inputs += 1
         elif node.op == "get_attr":
             body = owner.get_submodule(node.target)
+            assert isinstance(body, torch.fx.GraphModule), "export lifts every attribute that is no graph"
             values[node] = read_graph(body.graph, body)
         elif node.op == "output":
             result = plain(node.args[0])
@@ -192,8 +201,10 @@ def _source_line(trace: str | None) -> str:
     found = ""
     for index, line in enumerate(lines):
         text = line.strip()
-        if text.startswith('File "') and "/torch/" not in text and "<" not in text and "/torch_bridge/" not in text:
-            file, number = text.split('"')[1], text.split(" line ")[1].split(",")[0]
+        if not text.startswith('File "'):
+            continue
+        file, number = text.split('"')[1], text.split(" line ")[1].split(",")[0]
+        if not file.startswith(OUTSIDE_USER_CODE):
             code = lines[index + 1].strip() if index + 1 < len(lines) else ""
             found = f"{file}:{number}: {code}"
     return found

@@ -1,8 +1,10 @@
-"""Rewrites of an exported graph that show its meaning: indexing by position, in order, is a reshape.
+"""Rewrites of an exported graph that show its meaning.
 
-Mask code such as `mask[batch_index[:, None], key_index[None, :]]` with both indices counting 0, 1, 2, ...
-reads every element once. As a gather it looks as if examples saw each other; as the reshape that it is,
-the batch dim stays plain.
+Indexing by position, in order, is a reshape: mask code such as
+`mask[batch_index[:, None], key_index[None, :]]` with both indices counting 0, 1, 2, ... reads every
+element once. As a gather it looks as if examples saw each other; as the reshape that it is, the batch
+dim stays plain. And a mask that was expanded for attention is handed to it unexpanded: attention keeps
+its operands for the backward, so a mask of all rows would be kept where one row says it all.
 """
 
 import itertools
@@ -17,8 +19,24 @@ _aten = torch.ops.aten
 
 
 def simplify(graph: Graph, input_shapes: tuple[tuple[int, ...], ...]) -> Graph:
-    """Replace position-by-position indexing by reshapes."""
-    return replace(graph, nodes=tuple(_reshaped(graph, node, input_shapes) for node in graph.nodes))
+    """Replace position-by-position indexing by reshapes, and expanded attention masks by what they expand."""
+    nodes = (_reshaped(graph, node, input_shapes) for node in graph.nodes)
+    return replace(graph, nodes=tuple(_with_small_mask(graph, node, input_shapes) for node in nodes))
+
+
+def _with_small_mask(graph: Graph, node: Node, input_shapes: tuple[tuple[int, ...], ...]) -> Node:
+    if node.operator is not _aten.scaled_dot_product_attention.default or len(node.args) < 4:
+        return node
+    mask = node.args[3]
+    if not isinstance(mask, Ref) or mask.index < graph.num_inputs:
+        return node
+    maker = graph.nodes[mask.index - graph.num_inputs]
+    if maker.operator is not _aten.expand.default or maker.shape is None:
+        return node
+    source = _shape(graph, maker.args[0], input_shapes)
+    if source is None or len(source) != len(maker.shape):
+        return node
+    return replace(node, args=(*node.args[:3], maker.args[0], *node.args[4:]))
 
 
 def _reshaped(graph: Graph, node: Node, input_shapes: tuple[tuple[int, ...], ...]) -> Node:

@@ -12,7 +12,8 @@ def names(text: str) -> frozenset[str]:
 
 VIEWS = names(
     "reshape squeeze expand_dims bitcast_convert_type optimization_barrier stop_gradient name "
-    "sharding_constraint layout_constraint random_wrap random_unwrap random_clone pvary reshard debug_print debug_callback platform_index"
+    "sharding_constraint layout_constraint random_wrap random_unwrap random_clone pvary reshard "
+    "debug_print debug_callback platform_index"
 )
 MOVES = names(
     "broadcast_in_dim broadcast_to transpose convert_element_type iota iota_2x32_shape rev pad "

@@ -69,15 +69,11 @@ class Aligned:
         inputs = tuple(self.value(v) for v in part.inputs)
         outputs = tuple(self.value(v) for v in part.outputs)
         results = [v for k in part.results if (v := self.program.output_ids()[k]) is not None]
-        effects = [
-            self.equation(e) for e in part.equations if self.base.eqns[e].effects
-        ]
+        effects = [self.equation(e) for e in part.equations if self.base.eqns[e].effects]
         equations = self._between(set(inputs), [*outputs, *results], effects)
         return Slice(equations=equations, inputs=inputs, outputs=outputs, results=part.results)
 
-    def _between(
-        self, inputs: set[int], wanted: Iterable[int], effects: Iterable[int]
-    ) -> tuple[int, ...]:
+    def _between(self, inputs: set[int], wanted: Iterable[int], effects: Iterable[int]) -> tuple[int, ...]:
         program = self.program
         definer = {v: e for e in range(len(program.eqns)) for v in program.writes(e)}
         found = set(effects)
@@ -158,7 +154,7 @@ def _signs(program: Program) -> list[Any]:
 def _lost(aligned: Aligned, what: str) -> TraceError:
     return TraceError(
         message(
-            f"the function is another program with {aligned.program.rows} rows than with {aligned.base.rows}.",
+            f"with {aligned.program.rows} rows the function is not what it is with {aligned.base.rows}.",
             what,
             hint="fewer microbatches or replicas, so that parts have more rows, or a function that does "
             "not look at the number of rows.",

@@ -132,7 +132,11 @@ def stage_function(
         kept = kept_equations(program.eqns, part.equations)
         named.update({e: _naming(named.get(e)) for e in kept})
         named.update(
-            {e: _name_scan for e in part.equations if program.eqns[e].primitive.name == "scan" and e not in named}
+            {
+                e: _name_scan
+                for e in part.equations
+                if program.eqns[e].primitive.name == "scan" and e not in named
+            }
         )
 
     def wrap(body: Function) -> Function:
@@ -238,5 +242,3 @@ def _views(closed: jex.ClosedJaxpr, sources: Sequence[_Source]) -> list[jex.Jaxp
             needed.append(eqn)
             wanted.update(a for a in eqn.invars if not isinstance(a, jex.Literal))
     return needed[::-1]
-
-

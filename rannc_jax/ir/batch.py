@@ -199,7 +199,7 @@ def _tied(program: Program, env: dict[Any, Flow]) -> set[int]:
 def _reduction(flow: Flow) -> str | None:
     if flow.kind is not Kind.SUM or flow.layout is not None or flow.several:
         return None
-    names = {(0, False, None): "sum", (-1, False, None): "mean"}
+    names: dict[tuple[int, bool, object], str] = {(0, False, None): "sum", (-1, False, None): "mean"}
     return names.get(flow.scale)
 
 

@@ -326,7 +326,7 @@ def _dynamic_slice(call: Call) -> list[Flow]:
     if any(s.kind is not Kind.FREE or not s.plain for s in starts) or flow.columns:
         raise Coupled
     sizes = [c.params["slice_sizes"] for c in (call.eqn, call.twin)]
-    if flow.layout is not None and not call.full(0, *sizes, flow.layout.dim):
+    if flow.layout is not None and not call.full(0, sizes[0], sizes[1], flow.layout.dim):
         raise Coupled
     return [replace(flow, constant=None, ident=None)]
 
@@ -346,7 +346,7 @@ def _dynamic_update_slice(call: Call) -> list[Flow]:
         layouts = {flow.layout}
     layout = layouts.pop()
     sizes = [c.invars[1].aval.shape for c in (call.eqn, call.twin)]
-    if layouts or not call.full(0, *sizes, layout.dim):
+    if layouts or not call.full(0, sizes[0], sizes[1], layout.dim):
         raise Coupled
     return [moved(joint, layout)]
 

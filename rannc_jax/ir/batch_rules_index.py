@@ -64,7 +64,11 @@ def _gather(call: Call) -> list[Flow]:
     if _own_rows(indices, column):
         return [_own_row(call, flow, operand, indices, batch_positions)]
     sizes = [c.params["slice_sizes"] for c in (call.eqn, call.twin)]
-    if indices.layout is not None or not call.full(0, *sizes, dim) or dim in numbers.collapsed_slice_dims:
+    if (
+        indices.layout is not None
+        or not call.full(0, sizes[0], sizes[1], dim)
+        or dim in numbers.collapsed_slice_dims
+    ):
         raise Coupled
     window = [d for d in range(len(call.shape(0))) if d not in numbers.collapsed_slice_dims]
     window = [d for d in window if d not in numbers.operand_batching_dims]

@@ -158,9 +158,7 @@ def _batch_dims(batch: Any, batch_dims: Any) -> tuple[tuple[int | None, ...], in
     found: list[int | None] = []
     for path, leaf, dim in zip(paths, leaves, wanted, strict=True):
         found.append((0 if leaf.ndim else None) if dim == AUTO else _dim_of(path, leaf, dim))
-    sizes = [
-        None if dim is None else leaf.shape[dim] for leaf, dim in zip(leaves, found, strict=True)
-    ]
+    sizes = [None if dim is None else leaf.shape[dim] for leaf, dim in zip(leaves, found, strict=True)]
     rows = max((s for s in sizes if s is not None), default=1)
     for i, dim in enumerate(wanted):
         if dim == AUTO and sizes[i] == 1 and rows != 1:

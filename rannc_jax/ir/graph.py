@@ -252,10 +252,10 @@ def _groups(program: Program, info: BatchInfo, sorter: _Sorter) -> list[tuple[in
                 readers.setdefault(v, []).append(e)
     ids = program.output_ids()
     for state, position in written_state(program).items():
-        writer = sorter.definer.get(ids[position]) if ids[position] is not None else None
-        members = readers.get(state, []) + ([writer] if writer in sorter.node_set else [])
-        if len(members) > 1:
-            together.union(*members)
+        value = ids[position]
+        writer = None if value is None else sorter.definer.get(value)
+        joined = [*readers.get(state, []), *([writer] if writer in sorter.node_set else [])]
+        together.union(*joined)
     together.union(*_loss_nodes(program, info, sorter))
     for e in sorter.nodes:
         for v in program.reads(e):
@@ -269,9 +269,7 @@ def _groups(program: Program, info: BatchInfo, sorter: _Sorter) -> list[tuple[in
             producer = sorter.definer.get(v)
             if producer in sorter.node_set and together[producer] != together[e]:
                 links.add_edge(together[producer], together[e])
-    component = {
-        root: k for k, roots in enumerate(nx.strongly_connected_components(links)) for root in roots
-    }
+    component = {root: k for k, roots in enumerate(nx.strongly_connected_components(links)) for root in roots}
     members: dict[int, list[int]] = {}
     for e in sorter.nodes:
         members.setdefault(component[together[e]], []).append(e)

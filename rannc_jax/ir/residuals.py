@@ -36,9 +36,7 @@ def kept_equations(eqns: Sequence[jex.JaxprEqn], among: Iterable[int]) -> frozen
     return frozenset(e for e in chosen if not _feeds_softmax_only(eqns, readers, e))
 
 
-def _feeds_softmax_only(
-    eqns: Sequence[jex.JaxprEqn], readers: dict[jex.Var, list[int]], start: int
-) -> bool:
+def _feeds_softmax_only(eqns: Sequence[jex.JaxprEqn], readers: dict[jex.Var, list[int]], start: int) -> bool:
     """Whether every path from a result runs through cheap equations into a softmax."""
     reached = False
     stack, seen = [start], {start}

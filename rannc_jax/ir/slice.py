@@ -138,17 +138,13 @@ def blocks_of(graph: Graph, part: Slice, blocks: Sequence[Iterable[int]]) -> lis
         else:
             equations = s.equations
         outputs = tuple(sorted({*s.outputs, *(wanted & own)}))
-        out.append(
-            Slice(equations=equations, inputs=_free(program, equations, outputs), outputs=outputs)
-        )
+        out.append(Slice(equations=equations, inputs=_free(program, equations, outputs), outputs=outputs))
         wanted -= own
     return out
 
 
 def _start(program: Program, part: Slice, values: Sequence[Any]) -> dict[jex.Var, Any]:
-    env: dict[jex.Var, Any] = dict(
-        zip(program.jaxpr.jaxpr.constvars, program.jaxpr.consts, strict=True)
-    )
+    env: dict[jex.Var, Any] = dict(zip(program.jaxpr.jaxpr.constvars, program.jaxpr.consts, strict=True))
     env.update(zip((program.vars[v] for v in part.inputs), values, strict=True))
     return env
 
@@ -182,6 +178,4 @@ def _clones_of(graph: Graph, wanted: Sequence[int], have: set[int]) -> set[int]:
 
 def avals(program: Program, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of values in a trace."""
-    return [
-        jax.ShapeDtypeStruct(program.vars[v].aval.shape, program.vars[v].aval.dtype) for v in values
-    ]
+    return [jax.ShapeDtypeStruct(program.vars[v].aval.shape, program.vars[v].aval.dtype) for v in values]

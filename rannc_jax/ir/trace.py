@@ -315,14 +315,24 @@ def warn_of_large_constants(program: Program) -> None:
         )
 
 
-_COLLECTIVES = {"psum", "psum2", "all_gather", "all_to_all", "ppermute", "reduce_scatter", "axis_index", "pmin"}
-_CALLBACKS = {"io_callback", "pure_callback_ordered"}
+_COLLECTIVES = {
+    "psum",
+    "psum2",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "reduce_scatter",
+    "axis_index",
+    "pmin",
+}
+_CALLBACKS = {"io_callback"}
 
 
 def _refuse_effects(closed: jex.ClosedJaxpr) -> None:
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        ordered = any("ordered" in str(effect).lower() and "un" not in str(effect).lower() for effect in eqn.effects)
+        effects = [type(effect).__name__ for effect in eqn.effects]
+        ordered = any(effect.startswith(("Ordered", "IO")) for effect in effects)
         if ordered or name in _CALLBACKS or name in _COLLECTIVES or name == "shard_map":
             raise TraceError(
                 message(

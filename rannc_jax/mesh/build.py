@@ -33,12 +33,10 @@ def stage_meshes(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tup
                 f"jax.config.update('jax_num_cpu_devices', {needed}) before the first use of JAX.",
             )
         )
-    return tuple(
-        Mesh(np.array([devices[d] for d in stage.devices]), ("data",)) for stage in plan.stages
-    )
+    return tuple(Mesh(np.array([devices[d] for d in stage.devices]), ("data",)) for stage in plan.stages)
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> str:
-    """ "8 x cpu", "2 x NVIDIA H200"."""
+    """Counts by kind, such as "8 x cpu" or "2 x NVIDIA H200"."""
     kinds = Counter(device.device_kind for device in devices)
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"

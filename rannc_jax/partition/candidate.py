@@ -7,7 +7,7 @@ not know what a schedule looks like inside.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rannc_jax.partition.constraints import Constraints, NamedSchedule
 from rannc_jax.partition.stage import Placement, StageModel, StagePrice
@@ -27,7 +27,7 @@ class Simulator(Protocol):
 
     def __call__(
         self,
-        schedule: NamedSchedule,
+        schedule: Any,  # one of the schedules the search was given
         num_microbatches: int,
         forward_s: Sequence[float],
         backward_s: Sequence[float],

@@ -4,7 +4,8 @@ For one number of microbatches m and one schedule, a plan of consecutive stages 
 
     sum of (forward + backward + transfers)  +  (m - 1) x the busiest stage
 
-(with one microbatch: + the longest tail), so a plan is good if both the sum and the busiest stage are small. The programme finds the least sum
+(with one microbatch: + the longest tail), so a plan is good if both the sum and the busiest
+stage are small. The programme finds the least sum
 under a cap on the busiest stage, for a ladder of caps from the least possible one upwards: the useful
 part of the Pareto front, not one label a cell. It keeps the number of stages apart, counted from the
 last stage, because that is what the memory of 1F1B depends on. Plans are estimates here; the caller

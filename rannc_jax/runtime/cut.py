@@ -213,7 +213,7 @@ class _Cutter:
             return max((self._available(a, stage) for a in self.definition[atom].invars), default=0)
         raise PlanError(
             message(
-                f"the optimizer cannot be cut: stage {stage} needs a whole array of stage {self.place(atom)}.",
+                f"the optimizer cannot be cut: stage {stage} needs an array of stage {self.place(atom)}.",
                 f"got {atom.aval.str_short()}",
                 hint="parameters and optimizer state that are combined must be in one stage: "
                 "num_stages=1, or optimizer=optax.identity() and an update of your own.",

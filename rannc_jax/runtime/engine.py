@@ -19,7 +19,7 @@ from rannc_jax.contract import Remat
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.align import Aligned, align
-from rannc_jax.ir.batch import CouplingKind, Dependence, RowLayout
+from rannc_jax.ir.batch import Coupling, CouplingKind, Dependence, LossKind, RowLayout
 from rannc_jax.ir.example import Example, Subject, abstract, make_example
 from rannc_jax.ir.graph import Graph, build_graph
 from rannc_jax.ir.roles import OutputKind, Role
@@ -103,7 +103,7 @@ class Engine:
         if graph is not None:
             self._graphs[_signature(example.batch)] = graph
         self._prepared: dict[Any, Prepared] = {}
-        self._copies: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._copies: dict[tuple[int, Mesh], tuple[Any, Any]] = {}
 
     def prepared(self, batch: Any, batch_grads: frozenset[int] = frozenset()) -> Prepared:
         """The lowered form for a batch of this shape."""
@@ -114,7 +114,7 @@ class Engine:
                 warnings.warn(
                     f"batches of {_SHAPES_BEFORE_WARNING + 1} different shapes have been seen; each compiles "
                     "programs of its own. Pad batches to a few sizes, or drop the last short one.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             self._prepared[key] = self._prepare(shapes, batch_grads)
         return self._prepared[key]
@@ -175,52 +175,55 @@ class Engine:
 
     def _layout(self, graph: Graph, example: Example) -> Layout:
         routine = self.routine
+        meshes, parts = routine.meshes, self._microbatches(graph, example.rows, routine.replicas)
+        if parts is None:  # one replica of every stage can always work alone
+            meshes = tuple(Mesh(mesh.devices[:1], mesh.axis_names) for mesh in meshes)
+            parts = self._microbatches(graph, example.rows, (1,) * len(meshes))
+        if parts is None:
+            raise self._indivisible(graph, example.rows)
         stages = self._stages_of(graph)
-        spread = spread_of(graph, stages, routine.replicas)
-        count, rows = self._microbatches(graph, example.rows)
         schedule = schedule_named(routine.schedule)
-        actions = linearise(schedule.actions(len(stages), count))
         return Layout(
             stages=stages,
             remats=routine.remats,
-            meshes=routine.meshes,
-            actions=tuple(actions),
-            num_microbatches=count,
-            rows=rows,
+            meshes=meshes,
+            actions=tuple(linearise(schedule.actions(len(stages), parts[0]))),
+            num_microbatches=parts[0],
+            rows=parts[1],
             batch_rows=example.rows,
-            spread=spread,
+            spread=spread_of(graph, stages, [mesh.size for mesh in meshes]),
         )
 
-    def _microbatches(self, graph: Graph, batch_rows: int) -> tuple[int, int]:
-        wanted, replicas = self.routine.num_microbatches, self.routine.replicas
-        info = graph.info
-        coupled = [c for c in info.couplings if c.kind is CouplingKind.OTHER]
-        pad = _may_pad(graph)
+    def _microbatches(
+        self, graph: Graph, batch_rows: int, replicas: tuple[int, ...]
+    ) -> tuple[int, int] | None:
+        """(number of microbatches, rows of each); None if the rows cannot be spread so."""
+        wanted, info = self.routine.num_microbatches, graph.info
         if info.couplings and not self._allow_coupled:
-            wanted = 1 if coupled else wanted
+            wanted = 1 if self._coupled(graph) else wanted
             if batch_rows % wanted or any((batch_rows // wanted) % r for r in replicas):
-                first = (coupled or list(info.couplings))[0]
-                raise TraceError(
-                    message(
-                        f"{batch_rows} rows do not divide into {wanted} microbatches for replicas {replicas}, "
-                        f"and the rows are coupled ({first.kind.value}).",
-                        f"by {first.primitive} in {first.path or 'the function'} at {first.source}",
-                        hint="a batch that divides, or another num_microbatches.",
-                    )
-                )
+                return None
             return wanted, batch_rows // wanted
         try:
-            count, rows = microbatch_rows(batch_rows, wanted, replicas, pad=pad)
-        except ValueError as error:
-            raise TraceError(
-                message(
-                    f"a batch of {batch_rows} rows cannot be spread.",
-                    str(error),
-                    "rows cannot be padded: their reduction into the loss was not found.",
-                    hint=f"a batch whose rows divide by {int(np.lcm.reduce(np.asarray(replicas)))}.",
-                )
-            ) from error
-        return count, rows
+            return microbatch_rows(batch_rows, wanted, replicas, pad=_may_pad(graph))
+        except ValueError:
+            return None
+
+    def _coupled(self, graph: Graph) -> list[Coupling]:
+        return [c for c in graph.info.couplings if c.kind is CouplingKind.OTHER]
+
+    def _indivisible(self, graph: Graph, batch_rows: int) -> TraceError:
+        first = (self._coupled(graph) or list(graph.info.couplings))[0]
+        wanted = self.routine.num_microbatches
+        why = "examples see each other" if self._coupled(graph) else "batch statistics"
+        return TraceError(
+            message(
+                f"{batch_rows} rows do not divide into {wanted} microbatches, and the rows are coupled.",
+                f"{first.primitive}{' in ' + first.path if first.path else ''}, at {first.source} ({why})",
+                "another number of microbatches would be another loss.",
+                hint=f"a batch whose rows divide by {wanted}.",
+            )
+        )
 
     def _traces(self, graph: Graph, example: Example, layout: Layout) -> dict[int, Aligned]:
         """The function traced with the rows of each stage's program."""
@@ -276,7 +279,7 @@ class Engine:
         for v, leaf in enumerate(prepared.graph.program.inputs):
             if leaf.role is Role.PARAM or v in lowering.written:
                 key = ("param", v) if leaf.role is Role.PARAM else ("state", v, 0)
-                (env[key],) = move([leaves[v]], [None], layout.meshes[lowering.owner[v]])
+                env[key] = settled(leaves[v], layout.meshes[lowering.owner[v]])
         for s, shape in enumerate(lowering.shapes):
             for v in shape.held:
                 env["held", v, s] = self._held(prepared, v, s, leaves)
@@ -294,18 +297,16 @@ class Engine:
         return env
 
     def _held(self, prepared: Prepared, v: int, s: int, leaves: Mapping[int, Any]) -> Any:
-        """A frozen leaf or constant on a stage; copies are made once and kept while the source is the same."""
+        """A frozen leaf or constant on a stage; copied once for as long as the source is the same."""
         program, mesh = prepared.graph.program, prepared.layout.meshes[s]
         source = leaves.get(v)
         if source is None:
             constants = [u for u, leaf in enumerate(program.inputs) if leaf.role is Role.CONST]
             source = program.const_values[constants.index(v)]
-        elif source.sharding.is_equivalent_to(sub_mesh_sharding(None, mesh), source.ndim):
-            return source
-        cached = self._copies.get((v, s))
+        cached = self._copies.get((v, mesh))
         if cached is None or cached[0] is not source:
-            carry = move if isinstance(source, jax.Array) and leaves.get(v) is not None else place
-            self._copies[v, s] = cached = (source, carry([source], [None], mesh)[0])
+            lies = source if v in leaves else np.asarray(source)  # a constant may lie on any device
+            self._copies[v, mesh] = cached = (source, settled(lies, mesh))
         return cached[1]
 
     def _feed(self, prepared: Prepared, batch: Any, env: dict[Key, Any]) -> None:
@@ -339,6 +340,8 @@ class Engine:
             weights = [
                 part_weights(layout.batch_rows, i, layout.rows, parts) for i in range(layout.num_microbatches)
             ]
+            if prepared.graph.info.loss is not None and prepared.graph.info.loss.kind is LossKind.SUM:
+                weights = [np.sign(weight) for weight in weights]  # every row counts as one, wherever it is
             placed = place(weights, [rows] * len(weights), mesh)
             found.update({("part_weight", i): w for i, w in enumerate(placed)})
         else:
@@ -346,10 +349,31 @@ class Engine:
             found["even",] = jnp.asarray(even)
         if layout.padded:
             for s, mesh in enumerate(layout.meshes):
-                masks = [valid_rows(layout.batch_rows, i, layout.rows) for i in range(layout.num_microbatches)]
+                masks = [
+                    valid_rows(layout.batch_rows, i, layout.rows) for i in range(layout.num_microbatches)
+                ]
                 placed = place(masks, [RowLayout(0)] * len(masks), mesh)
                 found.update({("valid", i, s): m for i, m in enumerate(placed)})
         return found
+
+
+def settled(value: Any, mesh: Mesh) -> Any:
+    """A value whole on every device of a sub-mesh: itself if it lies so, else a copy.
+
+    On part of the devices it lies on already, the result shares its memory.
+    """
+    wanted = sub_mesh_sharding(None, mesh)
+    if not isinstance(value, jax.Array):
+        return place([value], [None], mesh)[0]
+    if value.sharding.is_equivalent_to(wanted, value.ndim):
+        return value
+    if not value.is_fully_replicated:
+        return place([value], [None], mesh)[0]
+    here = {shard.device: shard.data for shard in value.addressable_shards}
+    if set(mesh.devices.flat) <= set(here):
+        pieces = [here[device] for device in mesh.devices.flat]
+        return jax.make_array_from_single_device_arrays(value.shape, wanted, pieces)
+    return move([value], [None], mesh)[0]
 
 
 def spread_of(graph: Graph, stages: Stages, replicas: Sequence[int]) -> Spread:
@@ -362,7 +386,11 @@ def spread_of(graph: Graph, stages: Stages, replicas: Sequence[int]) -> Spread:
     stage_of = {n: s for s, blocks in enumerate(stages) for block in blocks for n in block}
     for edge in graph.edges:
         crosses = any(stage_of[c] != stage_of[edge.producer] for c in edge.consumers)
-        if crosses and info.layouts[edge.value] is None and info.dependence[edge.value] is not Dependence.FREE:
+        if (
+            crosses
+            and info.layouts[edge.value] is None
+            and info.dependence[edge.value] is not Dependence.FREE
+        ):
             return Spread.SHARDED
     for k, leaf in enumerate(graph.program.outputs):
         v = graph.program.output_ids()[k]

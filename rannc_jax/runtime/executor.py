@@ -40,14 +40,17 @@ def execute(
         if watch is not None:
             watch(op)
         if op.kind is OpKind.RUN:
-            results = programs[op.name](*[env[key] for key in op.inputs])
+            # No local name holds an array, or it would outlive its last use by an operation.
+            _bind(env, op, programs[op.name](*[env[key] for key in op.inputs]))
             for key in op.donates:
                 del env[key]
-            env.update(zip(op.outputs, results, strict=True))
         elif op.kind is OpKind.MOVE:
-            arrays = [env[key] for key in op.inputs]
             where = [layouts.get(key) for key in op.outputs]
-            env.update(zip(op.outputs, move(arrays, where, meshes[op.stage]), strict=True))
+            _bind(env, op, move([env[key] for key in op.inputs], where, meshes[op.stage]))
         else:
             for key in op.inputs:
                 del env[key]
+
+
+def _bind(env: Env, op: Op, results: Sequence[Any]) -> None:
+    env.update(zip(op.outputs, results, strict=True))

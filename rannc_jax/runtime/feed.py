@@ -44,7 +44,9 @@ def part_weights(batch_rows: int, index: int, rows: int, parts: int) -> np.ndarr
     return valid_rows(batch_rows, index, rows).reshape(parts, -1).mean(axis=1).astype(np.float32)
 
 
-def microbatch_rows(batch_rows: int, num_microbatches: int, replicas: Sequence[int], *, pad: bool) -> tuple[int, int]:
+def microbatch_rows(
+    batch_rows: int, num_microbatches: int, replicas: Sequence[int], *, pad: bool
+) -> tuple[int, int]:
     """(number of microbatches, rows of each) for a batch, as near to the plan's number as it goes.
 
     Without padding the largest number up to the plan's whose microbatches divide by every stage's

@@ -31,6 +31,4 @@ def stages_by_parameters(graph: Graph, homes: Mapping[str, Sequence[int]], num_s
                 stages = homes[inputs[v].path]
                 least = max(least, next((s for s in stages if s >= least), stages[-1]))
         stage_of.append(least)
-    return tuple(
-        (tuple(n for n, s in enumerate(stage_of) if s == stage),) for stage in range(num_stages)
-    )
+    return tuple((tuple(n for n, s in enumerate(stage_of) if s == stage),) for stage in range(num_stages))

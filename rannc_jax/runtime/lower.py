@@ -26,18 +26,11 @@ from rannc_jax.ir.batch import LossKind, RowLayout
 from rannc_jax.ir.graph import Graph, written_state
 from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.runtime.loss import combine_free, combine_rows, divisor_function, total_loss
-from rannc_jax.runtime.optimizer import grad_dtype
+from rannc_jax.runtime.once import finish_program, prologue_program
 from rannc_jax.runtime.ops import Key, Op, OpKind
-from rannc_jax.runtime.stage import (
-    Compiled,
-    Seeding,
-    Spread,
-    StagePrograms,
-    StageShape,
-    finish_program,
-    prologue_program,
-    stage_shape,
-)
+from rannc_jax.runtime.optimizer import grad_dtype
+from rannc_jax.runtime.shape import StageShape, stage_shape
+from rannc_jax.runtime.stage import Compiled, Seeding, Spread, StagePrograms
 from rannc_jax.schedule.action import Action, Kind
 
 
@@ -135,9 +128,7 @@ class StepLowering:
     ) -> None:
         self.graph, self.layout, self.train = graph, layout, train
         self.written = written_state(graph.program)
-        self.node_stage = {
-            n: s for s, blocks in enumerate(layout.stages) for block in blocks for n in block
-        }
+        self.node_stage = {n: s for s, blocks in enumerate(layout.stages) for block in blocks for n in block}
         self.loss_position = next(
             (k for k, leaf in enumerate(graph.program.outputs) if leaf.kind is OutputKind.LOSS), None
         )
@@ -196,9 +187,7 @@ class StepLowering:
         owner: dict[int, int] = {}
         for v, leaf in enumerate(self.graph.program.inputs):
             if leaf.role in (Role.PARAM, Role.FROZEN, Role.CONST, Role.MODEL_STATE):
-                readers = [
-                    s.index for s in self.shapes if v in s.params or v in s.held or v in s.state
-                ]
+                readers = [s.index for s in self.shapes if v in s.params or v in s.held or v in s.state]
                 owner[v] = readers[0] if readers else 0
         return owner
 
@@ -253,9 +242,7 @@ class StepLowering:
         out = self.out
         for s, shape in enumerate(self.shapes):
             ties = [v for v in shape.params if self.owner[v] != s]
-            out.move(
-                s, [("param", v) for v in ties], [("param", v, s) for v in ties], [None] * len(ties)
-            )
+            out.move(s, [("param", v) for v in ties], [("param", v, s) for v in ties], [None] * len(ties))
             if shape.reads_rng:
                 if s:
                     out.move(s, [("step_key",)], [("step_key", s)], [None])
@@ -422,9 +409,7 @@ class StepLowering:
         out.wanted += [("loss",), ("total_weight",)]
         for t in range(self.num_stages):
             if t != s:
-                out.move(
-                    t, [("scale", s), ("weights", s)], [("scale", t), ("weights", t)], [None, None]
-                )
+                out.move(t, [("scale", s), ("weights", s)], [("scale", t), ("weights", t)], [None, None])
 
     def _outputs(self) -> None:
         """Put the auxiliary outputs of microbatches together, on the stages that made them."""
@@ -475,9 +460,7 @@ class StepLowering:
             accumulators = [("acc", v, s, version) for v in shape.accumulated]
             reads = [self._lasting(v, s) for v in shape.prologue.inputs] if shape.prologue else []
             out.programs[f"finish{s}"] = finish_program(code)
-            out.run(
-                f"finish{s}", s, [*accumulators, ("scale", s), *reads], [("part", v, s) for v in targets]
-            )
+            out.run(f"finish{s}", s, [*accumulators, ("scale", s), *reads], [("part", v, s) for v in targets])
             for v in targets:
                 parts.setdefault(v, []).append(("part", v, s))
         for s in range(self.num_stages):
@@ -549,4 +532,3 @@ def _keys_program(layout: Layout) -> Compiled:
 
 def _rows_program(layout: RowLayout, rows: int | None) -> Compiled:
     return jax.jit(lambda *parts: (combine_rows(parts, layout, rows),))
-

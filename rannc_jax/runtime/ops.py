@@ -60,7 +60,9 @@ def check(ops: Sequence[Op], given: Iterable[Key], wanted: Iterable[Key]) -> Non
     for position, op in enumerate(ops):
         for key in op.inputs:
             if key not in alive:
-                raise _broken(position, op, key, "was freed or donated before" if key in gone else "is not defined")
+                raise _broken(
+                    position, op, key, "was freed or donated before" if key in gone else "is not defined"
+                )
         leaving = set(op.inputs) if op.kind is OpKind.FREE else set(op.donates)
         if not leaving <= set(op.inputs):
             raise _broken(position, op, next(iter(leaving - set(op.inputs))), "is donated but no input")

@@ -137,7 +137,9 @@ def _combine(prepared: Prepared, auxes: list[Any], weights: Any) -> Any:
         parts = [leaf[k] for leaf in leaves]
         layout = info.layouts[v] if v is not None else None
         joined.append(
-            combine_rows(parts, layout, None) if isinstance(layout, RowLayout) else combine_free(parts, weights)
+            combine_rows(parts, layout, None)
+            if isinstance(layout, RowLayout)
+            else combine_free(parts, weights)
         )
     return jax.tree.structure(auxes[0]).unflatten(joined)
 

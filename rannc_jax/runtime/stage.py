@@ -11,7 +11,7 @@ a leading replica dim of size 1 in the program and `num_replicas` outside ("stac
 
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +25,10 @@ from rannc_jax.ir.autodiff import Differentiated, differentiate, stage_function
 from rannc_jax.ir.batch import Dependence, RowLayout
 from rannc_jax.ir.evaluate import Hook
 from rannc_jax.ir.graph import Graph
-from rannc_jax.ir.roles import OutputKind, Role
+from rannc_jax.ir.roles import OutputKind
 from rannc_jax.ir.rows import random_rows_hook, row_mask_hook
-from rannc_jax.ir.slice import Slice, as_function, avals, blocks_of, prologue_slice, slice_nodes
-from rannc_jax.ir.trace import Program
+from rannc_jax.ir.slice import avals
+from rannc_jax.runtime.shape import StageShape
 from rannc_jax.runtime.transfer import DATA_AXIS, sub_mesh_sharding
 
 Compiled = Callable[..., Sequence[Any]]
@@ -39,94 +39,6 @@ class Spread(enum.Enum):
 
     PER_REPLICA = "per replica"
     SHARDED = "sharded"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageShape:
-    """What a stage reads and makes, in value ids: the same for every number of rows.
-
-    Args:
-        index: of the stage.
-        part: its equations as a slice; `part.outputs` are the values other stages read, then `extra`.
-        blocks: the slices of its blocks.
-        prologue: parameter-only work, None if there is none.
-        params: inputs with role PARAM that part or prologue read.
-        held: frozen leaves, constants and unwritten model_state they read.
-        state: written model_state read or written here.
-        batch: batch inputs read.
-        reads_rng: the program's key is read.
-        crossing_in: values of other stages read.
-        crossing_out: values that other stages read.
-        accumulated: parameters and prologue values that gradients are summed for.
-    """
-
-    index: int
-    part: Slice
-    blocks: tuple[Slice, ...]
-    prologue: Slice | None
-    params: tuple[int, ...]
-    held: tuple[int, ...]
-    state: tuple[int, ...]
-    batch: tuple[int, ...]
-    reads_rng: bool
-    crossing_in: tuple[int, ...]
-    crossing_out: tuple[int, ...]
-    accumulated: tuple[int, ...]
-
-
-def stage_shape(
-    graph: Graph,
-    index: int,
-    blocks: Sequence[Sequence[int]],
-    results: Sequence[int],
-    extra: Sequence[int],
-    written: Mapping[int, int],
-) -> StageShape:
-    """Collect what a stage reads and makes.
-
-    Args:
-        graph: the program's graph.
-        index: of the stage.
-        blocks: node indices of each of its blocks, in order.
-        results: positions of the program outputs it computes.
-        extra: further values to give out (the loss's weight).
-        written: written model_state: input value id -> output position.
-    """
-    program = graph.program
-    nodes = [n for block in blocks for n in block]
-    part = slice_nodes(graph, nodes, results, extra)
-    num_inputs = len(program.inputs)
-    made_by_nodes = {v for node in graph.nodes for e in node.equations for v in program.writes(e)}
-    inner = [v for v in part.inputs if v >= num_inputs]
-    from_prologue = [v for v in inner if v not in made_by_nodes]
-    prologue = prologue_slice(graph, from_prologue) if from_prologue else None
-    reads = sorted({v for v in part.inputs if v < num_inputs} | set(prologue.inputs if prologue else ()))
-    by_role: dict[Role, list[int]] = {role: [] for role in Role}
-    for v in reads:
-        by_role[program.inputs[v].role].append(v)
-    state = [v for v in by_role[Role.MODEL_STATE] if v in written]
-    state += [v for v, k in written.items() if k in results and v not in state]
-    unwritten = [v for v in by_role[Role.MODEL_STATE] if v not in written]
-    direct = [v for v in by_role[Role.PARAM] if v in part.inputs and v in graph.flows]
-    return StageShape(
-        index=index,
-        part=part,
-        blocks=tuple(blocks_of(graph, part, blocks)),
-        prologue=prologue,
-        params=tuple(by_role[Role.PARAM]),
-        held=tuple(sorted([*by_role[Role.FROZEN], *by_role[Role.CONST], *unwritten])),
-        state=tuple(sorted(state)),
-        batch=tuple(by_role[Role.BATCH]),
-        reads_rng=bool(by_role[Role.RNG]),
-        crossing_in=tuple(v for v in inner if v in made_by_nodes),
-        crossing_out=tuple(v for v in part.outputs if v not in set(extra) or _is_read(graph, v, nodes)),
-        accumulated=tuple([*direct, *(v for v in from_prologue if v in graph.flows)]),
-    )
-
-
-def _is_read(graph: Graph, value: int, nodes: Sequence[int]) -> bool:
-    inside = set(nodes)
-    return any(e.value == value and any(c not in inside for c in e.consumers) for e in graph.edges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +140,7 @@ class StagePrograms:
         """The stage in terms of its inputs, the replica's number and the valid rows."""
         num = len(self.shape.part.inputs)
         part, valid = values[num], values[num + 1] if self.masked else None
-        run = stage_function(
-            self.program, self._part, self._blocks, self._remat, self._hooks(part, valid)
-        )
+        run = stage_function(self.program, self._part, self._blocks, self._remat, self._hooks(part, valid))
         return run(values[:num])
 
     def _hooks(self, part: Any, valid: Any) -> dict[int, Hook]:
@@ -265,7 +175,10 @@ class StagePrograms:
         return self._compile(run, ins + [self._row_spec] * self.masked, specs + kept)
 
     def backward(self, arity: Sequence[int], accumulator_dtypes: Sequence[Any]) -> Compiled:
-        """`(*held, *kept outputs, *residuals, *cotangents, weight?, *accumulators) -> (*accumulators, *gradients)`.
+        """The backward, from what the forward left and the cotangents to sums and gradients.
+
+        Its arguments are held inputs, kept outputs, residuals, cotangents, the loss's weight on the stage
+        that makes it, and accumulators; it returns new accumulators and the gradients of `gradient_ids`.
 
         Args:
             arity: how many cotangents arrive for each crossing output that takes one; they are added in
@@ -276,7 +189,7 @@ class StagePrograms:
         held = self.held_positions
         counts = (len(held), len(diff.kept_outputs), len(diff.residuals), sum(arity))
         acc_ids = self.shape.accumulated
-        given_weight = self.seeding is not None
+        seeding = self.seeding
 
         def run(*args: Any) -> tuple[Any, ...]:
             taken = iter(args)
@@ -287,13 +200,14 @@ class StagePrograms:
                 self._share(_total([next(taken) for _ in range(n)]), self._kinds[position])
                 for position, n in zip(self.cotangents, arity, strict=False)
             ]
-            weight = next(taken)[0] if given_weight else None
-            accumulators = list(taken)
-            if self.seeding is not None:
+            weight = jnp.float32(1)
+            if seeding is not None:
+                weight = next(taken)[0]
                 cotangents.append(weight.astype(self._loss_dtype()))
+            accumulators = list(taken)
             values = self._with_part(inputs, held)
             grads = diff.backward(values, outputs, kept, cotangents)
-            if self.seeding is not None and self.seeding.select:
+            if seeding is not None and seeding.select:
                 grads = [jnp.where(weight > 0, g, jnp.zeros_like(g)) for g in grads]
             by_id = {part.inputs[i]: g for i, g in zip(diff.wrt, grads, strict=True)}
             new = [
@@ -302,12 +216,15 @@ class StagePrograms:
             ]
             return (*new, *(self._whole(by_id[v], v) for v in self.gradient_ids))
 
-        ins = [self._spec(self._value_kind(part.inputs[i])) if i < len(part.inputs) else self._row_spec for i in held]
+        ins = [
+            self._spec(self._value_kind(part.inputs[i])) if i < len(part.inputs) else self._row_spec
+            for i in held
+        ]
         ins += [self._spec(self._kinds[k]) for k in diff.kept_outputs]
         ins += [self._residual_spec] * counts[2]
         for position, n in zip(self.cotangents, arity, strict=False):
             ins += [self._spec(self._kinds[position])] * n
-        ins += [PartitionSpec(DATA_AXIS) if self._per_replica else PartitionSpec()] * given_weight
+        ins += [PartitionSpec(DATA_AXIS) if self._per_replica else PartitionSpec()] * (seeding is not None)
         acc_spec = self.accumulator_spec
         ins += [acc_spec] * len(acc_ids)
         outs = [acc_spec] * len(acc_ids)
@@ -442,63 +359,3 @@ class StagePrograms:
 
 def _total(values: Sequence[Any]) -> Any:
     return functools.reduce(jnp.add, values)
-
-
-def prologue_program(program: Program, prologue: Slice, mesh: Mesh) -> Compiled:
-    """`(*prologue.inputs) -> (*prologue.outputs)`, whole on every replica."""
-    run = as_function(program, prologue)
-    return jax.jit(lambda *xs: tuple(run(xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def _casts_of_parameters(program: Program, shape: StageShape) -> dict[int, int]:
-    """Prologue values that only cast a parameter: their float32 sums are the parameter's gradient, and
-    must not be rounded to the narrow dtype on the way back."""
-    found: dict[int, int] = {}
-    for e in shape.prologue.equations if shape.prologue is not None else ():
-        (source, *others), outs = program.reads(e) or (-1,), program.writes(e)
-        if program.eqns[e].primitive.name == "convert_element_type" and source in shape.params and not others:
-            found[outs[0]] = source
-    return {v: p for v, p in found.items() if v in shape.accumulated}
-
-
-def finish_program(programs: StagePrograms) -> Compiled:
-    """`(*accumulators, scale, *prologue.inputs) -> (*gradients of shape.params that flow)`.
-
-    The one reduction over replicas a step, the division by the total weight, and the transpose of the
-    prologue.
-    """
-    shape, graph = programs.shape, programs.graph
-    program = graph.program
-    direct = {v: v for v in shape.accumulated if v < len(program.inputs)}
-    casts = _casts_of_parameters(program, shape)
-    made = [v for v in shape.accumulated if v not in direct and v not in casts]
-    targets = [v for v in shape.params if v in graph.flows]
-    per_replica = programs.spread is Spread.PER_REPLICA
-
-    def run(*args: Any) -> tuple[Any, ...]:
-        sums = [jnp.sum(x, axis=0) if per_replica else x for x in args[: len(shape.accumulated)]]
-        scale = args[len(shape.accumulated)]
-        by_id = {v: g * scale.astype(g.dtype) for v, g in zip(shape.accumulated, sums, strict=True)}
-        grads: dict[int, Any] = {}
-        for v, parameter in {**direct, **casts}.items():
-            grads[parameter] = grads[parameter] + by_id[v] if parameter in grads else by_id[v]
-        if shape.prologue is not None and made:
-            given = dict(zip(shape.prologue.inputs, args[len(shape.accumulated) + 1 :], strict=True))
-            wrt = [v for v in shape.prologue.inputs if v in graph.flows]
-
-            def forward(chosen: list[Any]) -> list[Any]:
-                values = {**given, **dict(zip(wrt, chosen, strict=True))}
-                outs = as_function(program, shape.prologue)([values[v] for v in shape.prologue.inputs])
-                by_out = dict(zip(shape.prologue.outputs, outs, strict=True))
-                return [by_out[v] for v in made]
-
-            outs, pull = jax.vjp(forward, [given[v] for v in wrt])
-            (through,) = pull([by_id[v].astype(o.dtype) for v, o in zip(made, outs, strict=True)])
-            for v, g in zip(wrt, through, strict=True):
-                grads[v] = grads[v] + g if v in grads else g
-        missing = [v for v in targets if v not in grads]
-        for v in missing:
-            grads[v] = jnp.zeros(program.vars[v].aval.shape, program.vars[v].aval.dtype)
-        return tuple(grads[v] for v in targets)
-
-    return jax.jit(run, out_shardings=NamedSharding(programs.mesh, PartitionSpec()))

@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 
 from rannc_jax.contract import LossOut
 from rannc_jax.errors import PlanError, RuntimeFailure, TraceError, message
-from rannc_jax.ir.example import Example, Subject, abstract, make_example, path_leaves, subject
+from rannc_jax.ir.example import AUTO, Example, Subject, abstract, make_example, path_leaves, subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import check_identity, find_stages
 from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.mesh import stage_meshes
 from rannc_jax.plan import Plan
 from rannc_jax.progress import NoProgress, Progress
-from rannc_jax.runtime.engine import Engine, Prepared, Routine, Stages
+from rannc_jax.runtime.engine import Engine, Prepared, Routine, Stages, settled
 from rannc_jax.runtime.follow import stages_by_parameters
 from rannc_jax.runtime.optimizer import OptimizerCut, apply_cut, cut_optimizer, init_state
 from rannc_jax.runtime.reference import reference_step
@@ -140,7 +140,9 @@ class Step:
         params = d.params if params is None else params
         batch = d.batch if batch is None else ((batch, *args) if self._who.spread else batch)
         frozen = d.frozen if frozen is None and "frozen" in self._declared.takes else frozen
-        model_state = d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
+        model_state = (
+            d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
+        )
         self._who = self._declared.with_given(frozen=frozen, model_state=model_state, rng=rng)
         if params is None or batch is None:
             raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
@@ -173,9 +175,7 @@ class Step:
         plan = self.plan
         self._meshes = stage_meshes(plan, self._devices)
         train = self._optimizer is not None
-        self._engine = self._make_engine(
-            self._who, example, self._planned_stages(), train=train, graph=graph
-        )
+        self._engine = self._make_engine(self._who, example, self._planned_stages(), train=train, graph=graph)
         self._progress.note("lowering")
         self._home = self._engine.prepared(example.batch)
         if self._optimizer is not None:
@@ -246,7 +246,9 @@ class Step:
         return TrainState(
             params=placed,
             opt_state=None if self._cut is None else init_state(self._cut, self._meshes, placed, move),
-            model_state=self._place_tree(model_state, Role.MODEL_STATE) if "model_state" in who.takes else None,
+            model_state=self._place_tree(model_state, Role.MODEL_STATE)
+            if "model_state" in who.takes
+            else None,
             frozen=self._place_tree(frozen, Role.FROZEN) if "frozen" in who.takes else None,
             rng=place([jax.random.fold_in(rng, 1)], [None], first)[0] if "rng" in who.takes else None,
             step=place([jnp.int32(0)], [None], first)[0],
@@ -274,7 +276,9 @@ class Step:
         for stage, mesh in enumerate(self._meshes):
             mine = [k for k, v in enumerate(ids) if owner[v] == stage]
             whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            run = jax.jit(lambda x, mine=mine: [jax.tree.leaves(make(x))[k] for k in mine], out_shardings=whole)
+            run = jax.jit(
+                lambda x, mine=mine: [jax.tree.leaves(make(x))[k] for k in mine], out_shardings=whole
+            )
             for k, array in zip(mine, run(place([key], [None], mesh)[0]), strict=True):
                 placed[k] = array
         return jax.tree.structure(shape).unflatten(placed)
@@ -300,6 +304,7 @@ class Step:
         engine = self._ready(state, batch)
         if self._optimizer is None:
             return self._outputs_of(engine, state, batch, rng)
+        state = self._at_stages(state)
         env, prepared = self._run(engine, state, batch, rng)
         grads = self._at_home(env)
         self._wait(env["loss",], grads)
@@ -354,19 +359,22 @@ class Step:
         }
         return out, (grads, found)
 
-    def evaluate(self, fn: Callable[..., Any], takes: Sequence[str] | None = None) -> Callable[..., Any]:
+    def evaluate(
+        self, fn: Callable[..., Any], *, takes: Sequence[str] | None = None, batch_dims: Any = None
+    ) -> Callable[..., Any]:
         """Another function of the same parameters, forward only, cut by where they live.
 
         Args:
             fn: `fn(params, batch, **keywords)` with the keywords of `auto_partition`, or an object with
                 an `outputs_fn` or a `loss_fn` (a module converted in eval mode).
-            takes: as in `auto_partition`.
+            takes, batch_dims: as in `auto_partition`; by default the object's batch_dims, or the step's where
+                the batch has the structure of the one that was planned.
 
         Returns:
             `evaluate(state, batch, rng=None) -> outputs`, the outputs of `fn` for the whole batch.
         """
         call = getattr(fn, "outputs_fn", None) or getattr(fn, "loss_fn", fn)
-        batch_dims = getattr(fn, "batch_dims", None) or self._batch_dims
+        batch_dims = getattr(fn, "batch_dims", None) if batch_dims is None else batch_dims
         declared = subject(call, takes, is_loss=False)
         engines: dict[Any, Engine] = {}
 
@@ -374,10 +382,16 @@ class Step:
             self._ready(state, batch)
             key = (id(self._home), jax.tree.structure(batch))
             if key not in engines:
-                engines[key] = self._evaluation_engine(declared, state, batch, rng, batch_dims)
+                dims = self._dims_of(batch) if batch_dims is None else batch_dims
+                engines[key] = self._evaluation_engine(declared, state, batch, rng, dims)
             return self._outputs_of(engines[key], state, batch, rng)
 
         return run
+
+    def _dims_of(self, batch: Batch) -> Any:
+        assert self._home is not None
+        same = jax.tree.structure(batch) == jax.tree.structure(self._home.example.batch)
+        return self._batch_dims if same else AUTO
 
     def _evaluation_engine(
         self, declared: Subject, state: TrainState, batch: Batch, rng: Any, batch_dims: Any
@@ -395,7 +409,11 @@ class Step:
         by_path = {self._home.graph.program.inputs[v].path: stages for v, stages in readers.items()}
         count = len(self._meshes)
         return self._make_engine(
-            who, example, lambda g: stages_by_parameters(g, by_path, count), train=False, batch_dims=batch_dims
+            who,
+            example,
+            lambda g: stages_by_parameters(g, by_path, count),
+            train=False,
+            batch_dims=batch_dims,
         )
 
     def reference(self, state: TrainState, batch: Batch, *, rng: Any = None) -> tuple[TrainState, LossOut]:
@@ -452,6 +470,22 @@ class Step:
         except jax.errors.JaxRuntimeError as error:
             raise _failure(error) from error
 
+    def _at_stages(self, state: TrainState) -> TrainState:
+        """The state with what the user put in (host arrays from a checkpoint, say) on its stages."""
+        assert self._home is not None
+        assert self._cut is not None
+        owner = self._home.lowering.owner
+
+        def laid(tree: Any, stages: Sequence[int]) -> Any:
+            leaves, treedef = jax.tree.flatten(tree)
+            pairs = zip(leaves, stages, strict=True)
+            return treedef.unflatten([settled(leaf, self._meshes[stage]) for leaf, stage in pairs])
+
+        return state.replace(
+            params=laid(state.params, [owner[v] for v in self._ids(Role.PARAM)]),
+            opt_state=laid(state.opt_state, self._cut.state_owner),
+        )
+
     def _at_home(self, env: dict[Any, Any]) -> list[Any]:
         """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
         assert self._home is not None
@@ -497,7 +531,10 @@ class Step:
                 inputs = self._home.graph.program.inputs
                 names = ["the loss" if k == 0 else inputs[self._ids(Role.PARAM)[k - 1]].path for k in bad[:5]]
                 raise RuntimeFailure(
-                    message("not finite: " + ", ".join(names) + ".", hint="the state is unchanged; lower the rate.")
+                    message(
+                        "not finite: " + ", ".join(names) + ".",
+                        hint="the state is unchanged; lower the rate.",
+                    )
                 )
 
     def _batch_leaves(self, batch: Batch, names: Sequence[str]) -> dict[str, int]:
@@ -508,7 +545,9 @@ class Step:
             hits = [k for k, p in enumerate(paths) if p in (name, f"['{name}']", f"[{name}]", f".{name}")]
             if len(hits) != 1:
                 raise TraceError(
-                    message(f"wrt_batch names {name!r}, which is no batch leaf.", f"there are: {', '.join(paths)}")
+                    message(
+                        f"wrt_batch names {name!r}, which is no batch leaf.", f"there are: {', '.join(paths)}"
+                    )
                 )
             if not jnp.issubdtype(leaves[hits[0]].dtype, jnp.inexact):
                 raise TraceError(
@@ -547,5 +586,3 @@ def _failure(error: Exception) -> RuntimeFailure:
             hint="if memory ran out: a smaller memory_limit_bytes makes the planner leave more room.",
         )
     )
-
-

@@ -36,7 +36,9 @@ def test_units_of_work_and_custom_rules_stay_whole():
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 10, lambda x: x + 1, x)
 
     found = primitives(flat(fn, X))
-    assert [name for name in found if name in ("custom_jvp_call", "remat2", "checkpoint", "scan", "cond", "while")] == [
+    assert [
+        name for name in found if name in ("custom_jvp_call", "remat2", "checkpoint", "scan", "cond", "while")
+    ] == [
         "custom_jvp_call",
         next(n for n in found if n in ("remat2", "checkpoint")),
         "scan",

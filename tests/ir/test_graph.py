@@ -119,7 +119,9 @@ def test_loss_and_weight_are_made_together():
     assert loss == weight
 
 
-@pytest.mark.parametrize("fn", [lambda p, b: jnp.sum(b * p), lambda p, b: (jnp.sum(b * p), {"b": b, "one": 1})])
+@pytest.mark.parametrize(
+    "fn", [lambda p, b: jnp.sum(b * p), lambda p, b: (jnp.sum(b * p), {"b": b, "one": 1})]
+)
 def test_outputs_that_no_node_makes_have_none(fn):
     graph = graph_of(fn, shape(), shape(8))
     assert graph.outputs[0] is not None

@@ -16,7 +16,11 @@ def fn(params, batch):
     chosen = jnp.argmax(h, -1)
     skip = h * 2
     h = jnp.sin(h @ params["b"]) + params["b"][chosen]
-    return jnp.sum((jnp.where(keep, h[:, :4], 0) + skip[:, :4]) ** 2), {"labels": chosen, "x": batch["x"], "two": 2}
+    return jnp.sum((jnp.where(keep, h[:, :4], 0) + skip[:, :4]) ** 2), {
+        "labels": chosen,
+        "x": batch["x"],
+        "two": 2,
+    }
 
 
 def values():
@@ -32,7 +36,9 @@ def run_in_parts(graph, parts, flat):
     needed = sorted({v for part in parts for v in part.inputs if v >= len(flat)})
     made = {v for node in graph.nodes for e in node.equations for v in program.writes(e)}
     prologue = prologue_slice(graph, [v for v in needed if v not in made])
-    env.update(zip(prologue.outputs, as_function(program, prologue)([env[v] for v in prologue.inputs]), strict=True))
+    env.update(
+        zip(prologue.outputs, as_function(program, prologue)([env[v] for v in prologue.inputs]), strict=True)
+    )
     results = {}
     for part in parts:
         outs = as_function(program, part)([env[v] for v in part.inputs])
@@ -45,7 +51,9 @@ def results_of(graph, cut, stages):
     """Program outputs by the stage that makes them; the last stage makes what no node does."""
     found = [[] for _ in stages]
     for k, node in enumerate(graph.outputs):
-        found[len(stages) - 1 if node is None else next(s for s, nodes in enumerate(stages) if node in nodes)].append(k)
+        found[
+            len(stages) - 1 if node is None else next(s for s, nodes in enumerate(stages) if node in nodes)
+        ].append(k)
     return found
 
 
@@ -87,7 +95,13 @@ def test_blocks_of_a_part_run_to_the_same_values():
     blocks = blocks_of(graph, part, [everything[:3], everything[3:6], everything[6:]])
     env = dict(enumerate(flat))
     prologue = prologue_slice(graph, [v for v in part.inputs if v >= len(flat)])
-    env.update(zip(prologue.outputs, as_function(graph.program, prologue)([env[v] for v in prologue.inputs]), strict=True))
+    env.update(
+        zip(
+            prologue.outputs,
+            as_function(graph.program, prologue)([env[v] for v in prologue.inputs]),
+            strict=True,
+        )
+    )
     calls = []
 
     def wrap(body):

@@ -61,8 +61,12 @@ def test_a_literal_output_has_no_number():
 
 
 def test_bytes_count_keys_by_their_words():
-    program = program_of(lambda p, b, *, rng: jnp.sum(jax.random.normal(rng, b.shape) * p), shape(), shape(3),
-                         rng=jax.random.key(0))
+    program = program_of(
+        lambda p, b, *, rng: jnp.sum(jax.random.normal(rng, b.shape) * p),
+        shape(),
+        shape(3),
+        rng=jax.random.key(0),
+    )
     rng = next(i for i, leaf in enumerate(program.inputs) if leaf.role is Role.RNG)
     assert program.nbytes(rng) == 8
     assert program.nbytes(0) == 4
@@ -175,7 +179,7 @@ def test_batch_leaves_that_disagree_are_listed():
 
 
 def test_scalars_and_leaves_of_one_row_are_the_same_for_all_rows():
-    who, example = example_of(two_layers, PARAMS, {**BATCH, "one": shape(1, 4), "scalar": shape()})
+    _, example = example_of(two_layers, PARAMS, {**BATCH, "one": shape(1, 4), "scalar": shape()})
     assert example.rows == 8
     assert dict(zip(sorted(example.batch), example.batch_dims, strict=True)) == {
         "one": None,

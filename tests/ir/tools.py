@@ -17,7 +17,9 @@ def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def example_of(fn: Any, params: Any, batch: Any, *, is_loss: bool = True, takes: Any = None, **given: Any) -> Any:
+def example_of(
+    fn: Any, params: Any, batch: Any, *, is_loss: bool = True, takes: Any = None, **given: Any
+) -> Any:
     who = subject(fn, takes, is_loss=is_loss)
     return who, make_example(who, params, batch, **given)
 

@@ -101,7 +101,8 @@ def main(command: str, folder: Path) -> int:
     expected = json.loads((folder / "losses.json").read_text())
     losses = train(plan)
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-    print(f"made under jax {plan.versions['jax']}, trained under {jax.__version__}: losses differ by {worst:.1e}")
+    versions = f"made under jax {plan.versions['jax']}, trained under {jax.__version__}"
+    print(f"{versions}: losses differ by {worst:.1e}")
     return 0 if worst <= TOLERANCE else 1
 
 

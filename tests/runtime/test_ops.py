@@ -10,7 +10,12 @@ A, B, C, D = (("act", name, 0, 0) for name in "abcd")
 
 def run(inputs, outputs, donates=(), name="F0"):
     return Op(
-        kind=OpKind.RUN, name=name, stage=0, inputs=tuple(inputs), outputs=tuple(outputs), donates=frozenset(donates)
+        kind=OpKind.RUN,
+        name=name,
+        stage=0,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        donates=frozenset(donates),
     )
 
 
@@ -49,7 +54,10 @@ def test_the_message_names_operation_and_key():
 
 def test_keys_are_freed_right_behind_their_last_use():
     ops = freed([run([A], [B]), run([A, B], [C]), run([C], [D])], [D])
-    assert [(op.kind.value, op.inputs) for op in ops if op.kind is OpKind.FREE] == [("free", (A, B)), ("free", (C,))]
+    assert [(op.kind.value, op.inputs) for op in ops if op.kind is OpKind.FREE] == [
+        ("free", (A, B)),
+        ("free", (C,)),
+    ]
     assert [op.kind for op in ops] == [OpKind.RUN, OpKind.RUN, OpKind.FREE, OpKind.RUN, OpKind.FREE]
     check(ops, [A], [D])
 

@@ -180,7 +180,8 @@ def test_two_stages_of_two_replicas_and_one_equal_one_device(name):
 @pytest.mark.parametrize("name", ["adam", "accumulation and global norm", "noise"])
 def test_one_stage_is_one_program_and_equals_optax(name):
     cut = cut_optimizer(OPTIMIZERS[name], tree(0), OWNERS[1], 1)
-    assert len(cut.update) == 1 and len(cut.init) == 1
+    assert len(cut.update) == 1
+    assert len(cut.init) == 1
     got = cut_over_stages(OPTIMIZERS[name], tree(0), gradients(), losses(), 1)
     assert_equal_trees(got, reference(name), rtol=1e-6)
 

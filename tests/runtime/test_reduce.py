@@ -38,7 +38,8 @@ def test_the_sum_is_one_program_that_reduces_and_never_gathers():
     mesh = sub_mesh(0, 1, 2, 3)
     _, placed = stacks(4, mesh)
     text = reduce.replica_sum(mesh).lower(placed, None).compile().as_text()
-    assert "all-reduce" in text and "all-gather" not in text
+    assert "all-reduce" in text
+    assert "all-gather" not in text
 
 
 def test_scalars_of_several_stages_come_together_in_order():
@@ -46,6 +47,7 @@ def test_scalars_of_several_stages_come_together_in_order():
     values = [transfer.place([float(stage)], [None], mesh)[0] for stage, mesh in enumerate(meshes)]
     with watch_host_traffic() as seen:
         gathered = reduce.gather_scalars(values, meshes[1])
-    assert seen.none and seen.device_puts == 1
+    assert seen.none
+    assert seen.device_puts == 1
     np.testing.assert_array_equal(gathered, [0.0, 1.0, 2.0])
     assert gathered.sharding.is_equivalent_to(transfer.sub_mesh_sharding(None, meshes[1]), 1)

@@ -230,7 +230,7 @@ def test_takes_says_what_the_signature_does_not():
     step, state = train(fn, params, batch, takes=("frozen",), init={"frozen": frozen})
     out, _ = step.value_and_grad(state, batch)
     assert_close(out.loss, fn(params, batch, frozen=frozen))
-    with pytest.raises(TraceError, match="takes=.*weights"):
+    with pytest.raises(TraceError, match=r"takes=.*weights"):
         train(fn, params, batch, takes=("weights",))
 
 
@@ -292,7 +292,7 @@ def test_wrt_batch_names_leaves_that_are_there_and_floating():
     with pytest.raises(TraceError, match=r"'z', which is no batch leaf") as error:
         step.value_and_grad(state, batch, wrt_batch=("z",))
     assert "['x']" in str(error.value)
-    with pytest.raises(TraceError, match="integer|floating"):
+    with pytest.raises(TraceError, match="which has no gradient"):
         step.value_and_grad(state, batch, wrt_batch=("ids",))
 
 
@@ -391,7 +391,7 @@ def test_an_exception_leaves_the_state_intact():
 
 
 def test_a_state_belongs_to_a_step_that_was_initialised():
-    step, state = train(loss_fn, layers(), rows())
+    _, state = train(loss_fn, layers(), rows())
     fresh = rannc_jax.auto_partition(loss_fn, optimizer=optax.sgd(0.1))
     with pytest.raises(rannc_jax.PlanError, match=r"no state yet"):
         fresh(state, rows())
@@ -407,13 +407,27 @@ def test_a_step_under_a_transformation_names_the_reference(wrap):
     assert "step.reference" in str(error.value)
 
 
+def test_arrays_of_the_host_may_replace_those_of_a_state():
+    batch, optimizer = rows(), optax.adam(1e-2)
+    step, state = train(loss_fn, layers(), batch, optimizer=optimizer, replicas=(2, 1), donate=False)
+    saved = step.gather(state)
+    restored = state.replace(params=saved.params, opt_state=saved.opt_state)
+    new, out = step(restored, batch)
+    expected, same = step(state, batch)
+    assert_close(out.loss, same.loss)
+    assert_close(step.gather(new.params), step.gather(expected.params), 0)
+    assert_close(step.evaluate(loss_fn)(restored, batch), loss_fn(layers(), batch))
+
+
 # --- evaluation -----------------------------------------------------------------------------------
 
 
 def test_another_function_of_the_same_parameters_is_cut_by_where_they_live():
     params, batch = layers(), rows()
     step, state = train(loss_fn, params, batch, replicas=(2, 1))
-    evaluate = step.evaluate(lambda p, x: {"h": net(p, x), "first": net(p[:1], x), "mean": jnp.mean(net(p, x))})
+    evaluate = step.evaluate(
+        lambda p, x: {"h": net(p, x), "first": net(p[:1], x), "mean": jnp.mean(net(p, x))}
+    )
     out = evaluate(state, batch["x"])
     assert_close(out["h"], net(params, batch["x"]))
     assert_close(out["first"], net(params[:1], batch["x"]))
@@ -444,6 +458,16 @@ def test_evaluation_draws_with_the_key_it_is_given():
     key = jax.random.key(5)
     out = step.evaluate(fn)(state, batch, rng=key)
     assert_close(out, fn(params, batch, rng=jax.random.fold_in(key, 0)))
+
+
+def test_two_evaluations_do_not_mix_and_batch_dims_are_their_own():
+    params, batch = layers(), rows()
+    step, state = train(loss_fn, params, batch, batch_dims={"x": 0, "y": 0})
+    one, other = step.evaluate(lambda p, x: net(p, x)), step.evaluate(lambda p, x: net(p[:2], x))
+    flipped = step.evaluate(lambda p, x: net(p, x.T), batch_dims=1)
+    assert_close(one(state, batch["x"]), net(params, batch["x"]))
+    assert_close(other(state, batch["x"]), net(params[:2], batch["x"]))
+    assert_close(flipped(state, batch["x"][:4].T), net(params, batch["x"][:4]))
 
 
 def test_evaluation_of_a_function_with_other_parameters_is_refused():

@@ -115,7 +115,8 @@ def test_the_instrument_sees_that_a_plain_device_put_passes_the_host():
 
     assert move_rows(plain, 4, 4).none
     seen = move_rows(plain, 4, 2)
-    assert seen.reshards and seen.materialised
+    assert seen.reshards
+    assert seen.materialised
 
 
 @pytest.mark.parametrize("devices", [(0,), (2, 3), (1, 2, 3)])

@@ -78,7 +78,9 @@ def assert_same_functions(
         for i, value in zip(wanted, moving, strict=True):
             full[i] = value
         outputs = converted.apply({}, converted.buffers, *full)[0]
-        per_case = [[x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)] for out in outputs]
+        per_case = [
+            [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)] for out in outputs
+        ]
         return per_case, outputs
 
     def everything(*moving: Any) -> tuple[Any, Any]:
@@ -115,12 +117,20 @@ def _assert_values(name: str, got: Sequence[Any], want: Sequence[torch.Tensor], 
         assert a.shape == reference.shape, f"{name}: shape {a.shape}, torch {reference.shape}"
         assert a.dtype == reference.dtype, f"{name}: dtype {a.dtype}, torch {reference.dtype}"
         np.testing.assert_allclose(
-            np.asarray(a, np.float64), np.asarray(reference, np.float64), rtol=tolerance, atol=tolerance, err_msg=name
+            np.asarray(a, np.float64),
+            np.asarray(reference, np.float64),
+            rtol=tolerance,
+            atol=tolerance,
+            err_msg=name,
         )
 
 
 def _assert_vjp(
-    name: str, got: Sequence[Any], outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], tolerance: float
+    name: str,
+    got: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    tolerance: float,
 ) -> None:
     moving = [out for out in outputs if out.requires_grad]
     if not moving:
@@ -129,7 +139,11 @@ def _assert_vjp(
     seeds = [torch.from_numpy(_seed(tuple(out.shape))).to(out.dtype) for out in moving]
     want = torch.autograd.grad(moving, leaves, seeds, allow_unused=True, retain_graph=True)
     for a, b in zip(got, want, strict=True):
-        reference = np.zeros(a.shape) if b is None else b.numpy(force=True)
+        reference = np.zeros(a.shape) if b is None else b.float().numpy(force=True)
         np.testing.assert_allclose(
-            np.asarray(a), reference, rtol=10 * tolerance, atol=tolerance, err_msg=f"{name}: gradient"
+            np.asarray(a, np.float32),
+            reference,
+            rtol=10 * tolerance,
+            atol=tolerance,
+            err_msg=f"{name}: gradient",
         )

@@ -92,7 +92,9 @@ def test_one_export_serves_every_number_of_rows() -> None:
         batch = {"ids": jnp.asarray(ids(rows).numpy()), "labels": jnp.asarray(ids(rows).numpy())}
         outputs, _ = jax.jit(lambda b: converted.apply(converted.params, converted.buffers, **b))(batch)
         np.testing.assert_allclose(outputs["logits"], want["logits"].detach(), rtol=1e-5, atol=1e-6)
-        assert float(converted.loss_fn(converted.params, batch)) == pytest.approx(want["loss"].item(), rel=1e-5)
+        assert float(converted.loss_fn(converted.params, batch)) == pytest.approx(
+            want["loss"].item(), rel=1e-5
+        )
     assert len(converted.programs.cache) == 1
 
 
@@ -176,7 +178,13 @@ def test_the_signature_of_the_loss_says_what_it_takes() -> None:
     x, y = torch.randn(6, 4), torch.randn(6)
     module = Regression()
     training = convert(module, (x, y), loss=mse)
-    assert list(inspect.signature(training.loss_fn).parameters) == ["params", "batch", "rng", "model_state", "frozen"]
+    assert list(inspect.signature(training.loss_fn).parameters) == [
+        "params",
+        "batch",
+        "rng",
+        "model_state",
+        "frozen",
+    ]
     assert training.loss_fn.takes == ("rng", "model_state", "frozen")
     evaluation = convert(module.eval(), (x, y), loss=mse)
     assert list(inspect.signature(evaluation.loss_fn).parameters) == ["params", "batch", "frozen"]

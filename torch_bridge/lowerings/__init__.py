@@ -10,6 +10,7 @@ from torch_bridge.lowerings import loss as loss
 from torch_bridge.lowerings import matmul as matmul
 from torch_bridge.lowerings import normalisation as normalisation
 from torch_bridge.lowerings import pooling as pooling
+from torch_bridge.lowerings import prims as prims
 from torch_bridge.lowerings import random as random
 from torch_bridge.lowerings import reduction as reduction
 from torch_bridge.lowerings import shape as shape

@@ -34,7 +34,9 @@ def mish(x: Any) -> Any:
 @lowering(aten.softplus.default)
 def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     scaled = x * beta
-    return jnp.where(scaled > threshold, x, jax.nn.softplus(jnp.where(scaled > threshold, threshold, scaled)) / beta)
+    return jnp.where(
+        scaled > threshold, x, jax.nn.softplus(jnp.where(scaled > threshold, threshold, scaled)) / beta
+    )
 
 
 @lowering(aten.softshrink.default)

@@ -42,7 +42,9 @@ def scaled_dot_product_attention(
         mask = _mask_dims(attn_mask, lead)
         masks = {"allowed": mask} if mask.dtype == bool else {"bias": mask}
     settings = Settings(
-        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale, causal=is_causal, keep=1.0 - dropout_p
+        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        causal=is_causal,
+        keep=1.0 - dropout_p,
     )
     seeds = None if rng is None else row_seeds(rng, q.shape[0])
     out = attention(q, k, v, **masks, seeds=seeds, settings=settings)

@@ -101,7 +101,13 @@ def _biased(out: Any, bias: Any) -> Any:
     aten.conv3d.padding,
 )
 def conv(
-    x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
 ) -> Any:
     return convolve(x, weight, bias, stride, padding, dilation, groups)
 

@@ -21,7 +21,9 @@ def _constant(value: Any, dtype: Any) -> Any:
         bounds = np.iinfo(dtype)
         if not bounds.min <= value <= bounds.max:
             raise BridgeError(
-                message(f"{value} does not fit into {dtype}.", hint="jax.config.update('jax_enable_x64', True)")
+                message(
+                    f"{value} does not fit into {dtype}.", hint="jax.config.update('jax_enable_x64', True)"
+                )
             )
     return jnp.asarray(value, dtype)
 

@@ -134,9 +134,23 @@ _binary(jnp.greater_equal, aten.ge.Tensor, aten.ge.Scalar)
 _binary(jnp.logical_and, aten.logical_and.default)
 _binary(jnp.logical_or, aten.logical_or.default)
 _binary(jnp.logical_xor, aten.logical_xor.default)
-_binary(jnp.bitwise_and, aten.bitwise_and.Tensor, aten.bitwise_and.Scalar, aten.__and__.Tensor, aten.__and__.Scalar)
-_binary(jnp.bitwise_or, aten.bitwise_or.Tensor, aten.bitwise_or.Scalar, aten.__or__.Tensor, aten.__or__.Scalar)
-_binary(jnp.bitwise_xor, aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar, aten.__xor__.Tensor, aten.__xor__.Scalar)
+_binary(
+    jnp.bitwise_and,
+    aten.bitwise_and.Tensor,
+    aten.bitwise_and.Scalar,
+    aten.__and__.Tensor,
+    aten.__and__.Scalar,
+)
+_binary(
+    jnp.bitwise_or, aten.bitwise_or.Tensor, aten.bitwise_or.Scalar, aten.__or__.Tensor, aten.__or__.Scalar
+)
+_binary(
+    jnp.bitwise_xor,
+    aten.bitwise_xor.Tensor,
+    aten.bitwise_xor.Scalar,
+    aten.__xor__.Tensor,
+    aten.__xor__.Scalar,
+)
 _binary(
     jnp.left_shift,
     aten.bitwise_left_shift.Tensor,
@@ -256,9 +270,7 @@ def clamp_max(x: Any, high: Any) -> Any:
     return clamp(x, None, high)
 
 
-@lowering(
-    aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar
-)
+@lowering(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def where(condition: Any, a: Any, b: Any) -> Any:
     return jnp.where(condition.astype(bool), *promote(a, b))
 
@@ -366,4 +378,3 @@ def _python(function: Callable[..., Any], *targets: Any) -> None:
 
 for _target in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.neg):
     _python(_target, _target)
-

@@ -58,8 +58,7 @@ def take_along_dim(x: Any, index: Any, dim: int | None = None) -> Any:
 def index_select(x: Any, dim: int, index: Any) -> Any:
     if not x.ndim:
         return x
-    out = jnp.take(x, index.reshape(-1), axis=dim, mode="clip")
-    return out
+    return jnp.take(x, index.reshape(-1), axis=dim, mode="clip")
 
 
 @lowering(aten.take.default)
@@ -84,9 +83,7 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
     return x[_where(indices)]
 
 
-@lowering(
-    aten.index_put.default, aten._unsafe_index_put.default
-)
+@lowering(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *_: Any) -> Any:
     values = values.astype(x.dtype)
     masks = [i for i in indices if i is not None and i.dtype == bool]
@@ -142,8 +139,14 @@ def scatter_reduce_old(x: Any, dim: int, index: Any, source: Any, *, reduce: str
 
 
 @lowering(aten.scatter_reduce.two)
-def scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
-    start = x if include_self else _scatter_place(x, dim, index, None)[0].set(_neutral(reduce, x)).reshape(x.shape)
+def scatter_reduce(
+    x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    start = (
+        x
+        if include_self
+        else _scatter_place(x, dim, index, None)[0].set(_neutral(reduce, x)).reshape(x.shape)
+    )
     place, source = _scatter_place(start, dim, index, source)
     combine = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}[reduce]
     out = getattr(place, combine)(source).reshape(x.shape)

@@ -98,9 +98,7 @@ def nll_loss(x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ign
 
 
 @lowering(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def nll_loss_forward(
-    x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
-) -> tuple[Any, Any]:
+def nll_loss_forward(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
     """(loss, total weight)."""
     valid = target != ignore_index
     target = jnp.where(valid, target, 0)

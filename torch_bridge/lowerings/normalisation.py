@@ -34,7 +34,9 @@ def _normalised(x: Any, mean: Any, inverse: Any, weight: Any, bias: Any) -> Any:
 
 
 @lowering(aten.native_layer_norm.default)
-def native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+def native_layer_norm(
+    x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
     dims = tuple(range(x.ndim - len(shape), x.ndim))
     mean, variance = _moments(x, dims)
     inverse = lax.rsqrt(variance + eps)
@@ -87,7 +89,14 @@ def _per_channel(x: Any, ndim: int) -> Any:
 
 
 def _batch_norm(
-    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """(normalised, mean, inverse deviation, new running mean, new running variance)."""
     dims = tuple(d for d in range(x.ndim) if d != 1)

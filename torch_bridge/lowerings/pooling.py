@@ -30,7 +30,9 @@ def _extra_end(size: int, kernel: int, stride: int, pad: int, dilation: int, cei
     return max((count - 1) * stride + dilation * (kernel - 1) + 1 - size - 2 * pad, 0)
 
 
-def _windows(x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+def _windows(
+    x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> Any:
     kernel = _each(kernel, space)
     stride = _each(stride, space) if stride else kernel
     padding, dilation = _each(padding, space), _each(dilation, space)
@@ -39,12 +41,12 @@ def _windows(x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilatio
         _extra_end(size, k, s, p, d, ceil_mode)
         for size, k, s, p, d in zip(x.shape[lead:], kernel, stride, padding, dilation, strict=True)
     ]
-    return dict(
-        window_dimensions=(1,) * lead + kernel,
-        window_strides=(1,) * lead + stride,
-        padding=[(0, 0)] * lead + [(p, p + e) for p, e in zip(padding, ends, strict=True)],
-        window_dilation=(1,) * lead + dilation,
-    )
+    return {
+        "window_dimensions": (1,) * lead + kernel,
+        "window_strides": (1,) * lead + stride,
+        "padding": [(0, 0)] * lead + [(p, p + e) for p, e in zip(padding, ends, strict=True)],
+        "window_dilation": (1,) * lead + dilation,
+    }
 
 
 def _max_pool(space: int) -> Any:

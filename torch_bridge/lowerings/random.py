@@ -142,7 +142,9 @@ def log_normal(x: Any, mean: float = 1.0, std: float = 2.0, *, rng: Any, **_: An
 
 
 @lowering(aten.multinomial.default, random=always)
-def multinomial(weights: Any, num_samples: int, replacement: bool = False, *, rng: Any, **_: Any) -> jax.Array:
+def multinomial(
+    weights: Any, num_samples: int, replacement: bool = False, *, rng: Any, **_: Any
+) -> jax.Array:
     logits = jnp.log(weights)
     if replacement:
         drawn = jax.random.categorical(rng, logits, shape=(num_samples, *weights.shape[:-1]))
@@ -152,7 +154,9 @@ def multinomial(weights: Any, num_samples: int, replacement: bool = False, *, rn
     return jax.lax.top_k(noisy, num_samples)[1]
 
 
-def _noisy(_x: Any, _noise: Any, _lower: Any = 0.125, _upper: Any = 1 / 3, training: bool = False, *_: Any) -> bool:
+def _noisy(
+    _x: Any, _noise: Any, _lower: Any = 0.125, _upper: Any = 1 / 3, training: bool = False, *_: Any
+) -> bool:
     return bool(training)
 
 

@@ -68,7 +68,7 @@ def prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> A
     return jnp.prod(x.astype(_summed_dtype(x, dtype)), dims_of(x, dim), keepdims=keepdim)
 
 
-def _variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Any:
+def variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Any:
     dims = dims_of(x, dim)
     wide = x.astype(accumulation(x.dtype))
     centred = wide - jnp.mean(wide, dims, keepdims=True)
@@ -80,22 +80,46 @@ def _variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Any:
 
 @lowering(aten.var.correction)
 def var(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance(x, dim, correction, keepdim)
+    return variance(x, dim, correction, keepdim)
 
 
 @lowering(aten.std.correction)
 def std(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return jnp.sqrt(_variance(x, dim, correction, keepdim))
+    return jnp.sqrt(variance(x, dim, correction, keepdim))
 
 
 @lowering(aten.var_mean.correction)
 def var_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
-    return _variance(x, dim, correction, keepdim), mean(x, dim, keepdim)
+    return variance(x, dim, correction, keepdim), mean(x, dim, keepdim)
 
 
 @lowering(aten.std_mean.correction)
 def std_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
     return std(x, dim, correction=correction, keepdim=keepdim), mean(x, dim, keepdim)
+
+
+def _correction(unbiased: bool) -> int:
+    return 1 if unbiased else 0
+
+
+@lowering(aten.var.dim)
+def var_dim(x: Any, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> Any:
+    return variance(x, dim, _correction(unbiased), keepdim)
+
+
+@lowering(aten.var.default)
+def var_all(x: Any, unbiased: bool = True) -> Any:
+    return variance(x, None, _correction(unbiased), False)
+
+
+@lowering(aten.std.dim)
+def std_dim(x: Any, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> Any:
+    return jnp.sqrt(var_dim(x, dim, unbiased, keepdim))
+
+
+@lowering(aten.std.default)
+def std_all(x: Any, unbiased: bool = True) -> Any:
+    return jnp.sqrt(var_all(x, unbiased))
 
 
 @lowering(aten.amax.default)
@@ -190,7 +214,9 @@ def _euclidean(x: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
     """torch's gradient at the zero vector is 0."""
     squares = jnp.sum(jnp.square(x), dims, keepdims=keepdim)
     zero = squares == 0
-    return jnp.where(zero, jnp.zeros_like(squares), jnp.sqrt(jnp.where(zero, jnp.ones_like(squares), squares)))
+    return jnp.where(
+        zero, jnp.zeros_like(squares), jnp.sqrt(jnp.where(zero, jnp.ones_like(squares), squares))
+    )
 
 
 @lowering(aten.linalg_vector_norm.default)
@@ -251,3 +277,10 @@ def cummin(x: Any, dim: int) -> tuple[Any, Any]:
 @lowering(aten.trace.default)
 def trace(x: Any) -> Any:
     return jnp.trace(x, dtype=_summed_dtype(x, None))
+
+
+@lowering(aten.cdist.default, aten._cdist_forward.default)
+def cdist(a: Any, b: Any, p: float = 2.0, *_: Any, **__: Any) -> Any:
+    """Distances between the rows of a `[..., n, dim]` and b `[..., m, dim]`."""
+    difference = a[..., :, None, :] - b[..., None, :, :]
+    return _vector_norm(difference, p, (difference.ndim - 1,), False)

@@ -183,7 +183,9 @@ def split(x: Any, size: int, dim: int = 0) -> tuple[Any, ...]:
     length = x.shape[dim]
     if length == 0:
         return (x,)
-    return tuple(lax.slice_in_dim(x, i, min(i + size, length), axis=dim % x.ndim) for i in range(0, length, size))
+    return tuple(
+        lax.slice_in_dim(x, i, min(i + size, length), axis=dim % x.ndim) for i in range(0, length, size)
+    )
 
 
 @lowering(aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.split.sizes)
@@ -234,7 +236,7 @@ def roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
 
 @lowering(aten.rot90.default)
 def rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    return jnp.rot90(x, k, tuple(dims))
+    return jnp.rot90(x, k, (dims[0], dims[1]))
 
 
 @lowering(aten.constant_pad_nd.default)

@@ -26,7 +26,9 @@ def sort(x: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
 
 
 @lowering(aten.sort.stable)
-def sort_stable(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+def sort_stable(
+    x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[Any, Any]:
     del stable
     return sort(x, dim, descending)
 
