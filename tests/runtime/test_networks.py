@@ -118,6 +118,19 @@ def test_work_on_parameters_alone_is_transposed_exactly(remat, settings):
     check_gradients(fn, layers(), rows(), remat=remat, **settings)
 
 
+@pytest.mark.parametrize("count", [8, 6])
+def test_double_precision_stays_double(count):
+    with jax.enable_x64(True):
+        params, batch = (jax.tree.map(lambda x: x.astype(jnp.float64), t) for t in (layers(), rows(count)))
+        step, state = train(loss_fn, params, batch, num_microbatches=count // 2, optimizer=optax.adam(1e-2))
+        out, grads = step.value_and_grad(state, batch)
+        loss, expected = jax.value_and_grad(loss_fn)(params, batch)
+        assert_close(out.loss, loss, 1e-14)
+        assert_close(step.gather(grads), expected, 1e-13)
+        state, _ = step(state, batch)
+        assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(state.params))
+
+
 def test_casts_of_parameters_do_not_round_their_gradients():
     def fn(params, batch):
         h = batch["x"].astype(jnp.bfloat16)
