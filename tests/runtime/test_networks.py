@@ -1,6 +1,7 @@
 """Networks with all that users write: whatever they hold, the cut step equals JAX's own gradients."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -405,8 +406,6 @@ def test_arrays_of_size_zero():
 
 
 def test_a_network_of_three_hundred_layers_is_cut_in_reasonable_time():
-    import time
-
     params = {"w": jnp.stack([layer["w"] for layer in layers(300)])}
 
     def fn(params, batch):
@@ -415,9 +414,9 @@ def test_a_network_of_three_hundred_layers_is_cut_in_reasonable_time():
             h = jnp.tanh(h @ params["w"][i])
         return mean_square(h, batch)
 
-    start = time.perf_counter()
+    start_s = time.process_time()
     plan = rannc_jax.make_plan(fn, params, rows(), optimizer=optax.sgd(0.1), num_stages=4, num_microbatches=2)
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start_s < 30  # 4 on a desk
     assert plan.num_stages == 4
 
 
