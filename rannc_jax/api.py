@@ -205,7 +205,9 @@ def _subject(
 ) -> tuple[Subject, Defaults, Any]:
     trains = optimizer is not None
     if isinstance(fn, TrainableModel):
-        defaults = Defaults(params=fn.params, batch=fn.batch, frozen=fn.frozen, model_state=fn.model_state)
+        defaults = Defaults(
+            params=fn.params, batch=fn.batch, frozen=fn.frozen or None, model_state=fn.model_state or None
+        )
         if isinstance(batch_dims, str) and fn.batch_dims is not None:
             batch_dims = fn.batch_dims
         outputs_fn = getattr(fn, "outputs_fn", None)

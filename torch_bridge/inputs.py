@@ -82,13 +82,8 @@ class Inputs:
 
     def bind_batch(self, batch: Any, *, partial: bool = False) -> list[Any]:
         """Tensors of a batch in any of the three forms, in slot order (`partial`: see `bind`)."""
-        if isinstance(batch, Mapping) and set(batch) == {"args", "kwargs"}:
-            return self.bind(tuple(batch["args"]), batch["kwargs"], partial=partial)
-        if isinstance(batch, Mapping):
-            return self.bind((), batch, partial=partial)
-        if isinstance(batch, tuple | list):
-            return self.bind(tuple(batch), {}, partial=partial)
-        return self.bind((batch,), {}, partial=partial)
+        args, kwargs = split_batch(batch)
+        return self.bind(args, kwargs, partial=partial)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, partial: bool = False) -> list[Any]:
         """Tensors of a call in slot order; None for tensors of the loss that were not given.
@@ -213,3 +208,12 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, jax.Array | np.ndarray):
         return not isinstance(a, jax.core.Tracer) and a.ndim == 0 and a.item() == b
     return type(a) is type(b) and a == b
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Positional and keyword arguments of a batch in any of its three forms."""
+    if isinstance(batch, Mapping) and set(batch) == {"args", "kwargs"}:
+        return tuple(batch["args"]), batch["kwargs"]
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}

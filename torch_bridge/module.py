@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.inputs import split_batch
 from torch_bridge.interpret import draws_random, run
 from torch_bridge.programs import Program, Programs
 from torch_bridge.signature import Destination, Source
@@ -149,23 +150,49 @@ class JaxModule:
                     hint="pass labels, or convert(module, ..., loss=fn) with fn(outputs, *more_of_the_batch)",
                 )
             )
-        takes = self.takes
+        return self._pure(self.takes, self._loss)
 
-        def loss_fn(params: Mapping[str, Any], batch: Any, **given: Any) -> Any:
-            if set(given) != set(takes):
-                raise TypeError(f"loss_fn takes the keywords {takes}, got {tuple(given)}")
-            return self._loss(params, batch, **given)
+    @property
+    def outputs_fn(self) -> Callable[..., Any]:
+        """`outputs_fn(params, batch, *, ...)`: what the module returns, in torch's structure.
+
+        It takes the keywords of `loss_fn`, buffers written or not: `step.evaluate` hands a module that was
+        converted in eval mode the running statistics of training.
+        """
+
+        def outputs(params: Mapping[str, Any], batch: Any, **given: Any) -> Any:
+            args, kwargs = split_batch(batch)
+            buffers = {**self.buffers, **(given.get("model_state") or {})}
+            return self.apply(
+                params, buffers, *args, frozen=given.get("frozen"), rng=given.get("rng"), **kwargs
+            )[0]
+
+        return self._pure(self.takes, outputs)
+
+    def _pure(self, takes: tuple[str, ...], call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` with a signature that says which keywords it takes.
+
+        A module that only reads its buffers takes `model_state` if it is given: values in their place.
+        """
+        optional = ("model_state",) if self.constants and "model_state" not in takes else ()
+
+        def fn(params: Mapping[str, Any], batch: Any, **given: Any) -> Any:
+            if set(given) - set(optional) != set(takes):
+                raise TypeError(f"the function takes the keywords {takes}, got {tuple(given)}")
+            return call(params, batch, **given)
 
         parameter = inspect.Parameter
-        loss_fn.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        fn.__name__ = fn.__qualname__ = type(self.programs.wrapper.module).__name__
+        fn.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 parameter("params", parameter.POSITIONAL_OR_KEYWORD),
                 parameter("batch", parameter.POSITIONAL_OR_KEYWORD),
                 *(parameter(name, parameter.KEYWORD_ONLY) for name in takes),
+                *(parameter(name, parameter.KEYWORD_ONLY, default=None) for name in optional),
             ]
         )
-        loss_fn.takes = takes  # type: ignore[attr-defined]
-        return loss_fn
+        fn.takes = takes  # type: ignore[attr-defined]
+        return fn
 
     def _loss(
         self,
@@ -178,7 +205,7 @@ class JaxModule:
     ) -> Any:
         tensors = [_array(value) for value in self.programs.wrapper.inputs.bind_batch(batch)]
         program, rows = self.programs.at(_shapes(tensors))
-        known = {**params, **(frozen or {}), **(model_state or {}), **self.constants}
+        known = {**params, **(frozen or {}), **self.constants, **(model_state or {})}
         written = program.outputs(Destination.BUFFER)
         inputs = _graph_inputs(program, known, tensors)
         loss, new = run(program.graph, inputs, (program.loss, written), rows=rows, rng=rng)

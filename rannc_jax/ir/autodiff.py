@@ -199,8 +199,6 @@ def _sources(closed: jex.ClosedJaxpr, num_outputs: int) -> tuple[list[_Source], 
     for atom in jaxpr.outvars[num_outputs:]:
         if isinstance(atom, jex.Literal) or atom in jaxpr.constvars:
             sources.append(_Source())
-        elif atom in inputs:
-            sources.append(_Source(inputs=(inputs[atom],)))
         elif (roots := _view_roots(atom, definer, inputs)) is not None:
             sources.append(_Source(inputs=tuple(sorted(inputs[v] for v in roots)), view=True))
         elif atom in outputs:

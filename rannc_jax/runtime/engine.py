@@ -72,6 +72,13 @@ class Prepared:
     batch_dims: tuple[int | None, ...]
     constants: dict[Key, Any] = field(default_factory=dict)
 
+    @property
+    def loss_dtype(self) -> Any:
+        """The dtype losses are added up in: float32, or the function's if that is wider."""
+        position = self.lowering.loss_position
+        assert position is not None
+        return jnp.promote_types(self.graph.program.jaxpr.jaxpr.outvars[position].aval.dtype, jnp.float32)
+
 
 class Engine:
     """Runs one function.

@@ -42,19 +42,20 @@ def divisor_function(program: Program, rule: LossRule) -> Scalar:
 
 
 def total_loss(rule: LossRule, divisor: Scalar) -> Callable[..., tuple[Any, Any, Any]]:
-    """`(losses, weights) -> (loss, scale, total weight)`, all float32 scalars.
+    """`(losses, weights) -> (loss, scale, total weight)`, scalars of float32 or the losses' wider dtype.
 
     `losses` and `weights` are sequences of [parts] arrays, one a microbatch; weights of a SUM are not
     read. `scale` turns summed gradients into those of the loss.
     """
 
     def run(losses: Sequence[Any], weights: Sequence[Any]) -> tuple[Any, Any, Any]:
-        parts = jnp.concatenate([x.astype(jnp.float32) for x in losses])
+        wide = jnp.promote_types(losses[0].dtype, jnp.float32)
+        parts = jnp.concatenate([x.astype(wide) for x in losses])
         if rule.kind is LossKind.SUM:
-            return jnp.sum(parts), jnp.float32(1), jnp.float32(1)
+            return jnp.sum(parts), jnp.ones((), wide), jnp.float32(1)
         raw = jnp.concatenate([w.astype(jnp.float32) for w in weights])
-        factor = jax.vmap(lambda w: jnp.asarray(divisor(w), jnp.float32))(raw)
-        total = jnp.asarray(divisor(jnp.sum(raw)), jnp.float32)
+        factor = jax.vmap(lambda w: jnp.asarray(divisor(w), wide))(raw)
+        total = jnp.asarray(divisor(jnp.sum(raw)), wide)
         summed = jnp.sum(jnp.where(raw > 0, factor * parts, 0))
         return summed / total, 1 / total, jnp.sum(raw)
 

@@ -55,7 +55,8 @@ def reference_step(
 
         (loss, out), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         weight = _weight(who, prepared, state.params, part, keywords, i)
-        factor = jnp.float32(1) if rule.kind is LossKind.SUM else jnp.asarray(divisor(weight), jnp.float32)
+        wide = jnp.promote_types(loss.dtype, jnp.float32)
+        factor = jnp.ones((), wide) if rule.kind is LossKind.SUM else jnp.asarray(divisor(weight), wide)
         scaled = jax.tree.map(lambda g, f=factor, w=weight: jnp.where(w > 0, f * g, 0), grads)
         sums = scaled if sums is None else jax.tree.map(jnp.add, sums, scaled)
         losses.append(jnp.where(weight > 0, factor * loss, 0))
@@ -63,7 +64,8 @@ def reference_step(
         auxes.append(out.aux)
         model_state = out.model_state
     total = jnp.sum(jnp.stack(weights))
-    scale = jnp.float32(1) if rule.kind is LossKind.SUM else 1 / jnp.asarray(divisor(total), jnp.float32)
+    wide = losses[0].dtype
+    scale = jnp.ones((), wide) if rule.kind is LossKind.SUM else 1 / jnp.asarray(divisor(total), wide)
     grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), sums, state.params)
     loss = sum(losses[1:], losses[0]) * scale
     extra = {"value": loss} if isinstance(optimizer, optax.GradientTransformationExtraArgs) else {}
@@ -76,7 +78,8 @@ def reference_step(
     )
     shares = jnp.ones(len(weights)) if rule.kind is LossKind.SUM else jnp.stack(weights)
     aux = _combine(prepared, auxes, shares)
-    return new, LossOut(loss=loss, aux=aux)
+    weighted = any(leaf.kind is OutputKind.WEIGHT for leaf in prepared.graph.program.outputs)
+    return new, LossOut(loss=loss, aux=aux, weight=total if weighted else None)
 
 
 def _part(prepared: Prepared, batch: Any, i: int) -> Any:

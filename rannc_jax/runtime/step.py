@@ -180,7 +180,9 @@ class Step:
         self._home = self._engine.prepared(example.batch)
         if self._optimizer is not None:
             owners = [self._home.lowering.owner[v] for v in self._ids(Role.PARAM)]
-            self._cut = cut_optimizer(self._optimizer, example.params, owners, len(self._meshes))
+            self._cut = cut_optimizer(
+                self._optimizer, example.params, owners, len(self._meshes), loss_dtype=self._home.loss_dtype
+            )
 
     def _planned_stages(self) -> Callable[[Graph], Stages]:
         """Lays the plan's cut on a graph; the first graph must be that of the plan's own model."""

@@ -1,6 +1,7 @@
 """Networks with all that users write: whatever they hold, the cut step equals JAX's own gradients."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,19 @@ def test_work_on_parameters_alone_is_transposed_exactly(remat, settings):
         return mean_square(h, batch)
 
     check_gradients(fn, layers(), rows(), remat=remat, **settings)
+
+
+@pytest.mark.parametrize("count", [8, 6])
+def test_double_precision_stays_double(count):
+    with jax.enable_x64(True):
+        params, batch = (jax.tree.map(lambda x: x.astype(jnp.float64), t) for t in (layers(), rows(count)))
+        step, state = train(loss_fn, params, batch, num_microbatches=count // 2, optimizer=optax.adam(1e-2))
+        out, grads = step.value_and_grad(state, batch)
+        loss, expected = jax.value_and_grad(loss_fn)(params, batch)
+        assert_close(out.loss, loss, 1e-14)
+        assert_close(step.gather(grads), expected, 1e-13)
+        state, _ = step(state, batch)
+        assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(state.params))
 
 
 def test_casts_of_parameters_do_not_round_their_gradients():
@@ -392,8 +406,6 @@ def test_arrays_of_size_zero():
 
 
 def test_a_network_of_three_hundred_layers_is_cut_in_reasonable_time():
-    import time
-
     params = {"w": jnp.stack([layer["w"] for layer in layers(300)])}
 
     def fn(params, batch):
@@ -402,9 +414,9 @@ def test_a_network_of_three_hundred_layers_is_cut_in_reasonable_time():
             h = jnp.tanh(h @ params["w"][i])
         return mean_square(h, batch)
 
-    start = time.perf_counter()
+    start_s = time.process_time()
     plan = rannc_jax.make_plan(fn, params, rows(), optimizer=optax.sgd(0.1), num_stages=4, num_microbatches=2)
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start_s < 30  # 4 on a desk
     assert plan.num_stages == 4
 
 
