@@ -199,22 +199,25 @@ def _norm(gain: jax.Array, x: jax.Array) -> jax.Array:
 
 def unet(dropout: bool) -> Model:
     draw = Draw(2)
-    channels = {"down0": (3, 4), "down1": (4, 8), "middle": (8, 8), "up1": (20, 4), "up0": (8, 4)}
-    params = {name: draw.weight(3, 3, *sizes) for name, sizes in channels.items()}
-    params["out"] = draw.weight(1, 1, 4, 3)
+    channels = {"down0": (3, 4), "down1": (4, 8), "middle": (8, 8), "up1": (20, 8), "up0": (12, 4)}
+    params = {
+        name: {"in": draw.weight(3, 3, ins, outs), "out": draw.weight(3, 3, outs, outs)}
+        for name, (ins, outs) in channels.items()
+    }
 
     def network(params: Any, batch: Any, drop: Dropout) -> jax.Array:
-        def block(name: str, x: jax.Array) -> jax.Array:
+        def block(name: str, *inputs: jax.Array) -> jax.Array:
             with jax.named_scope(name):
-                return drop(jax.nn.relu(conv(params[name], x)))
+                x = jax.nn.relu(conv(params[name]["in"], jnp.concatenate(inputs, axis=-1)))
+                return drop(jax.nn.relu(conv(params[name]["out"], x)))
 
         full = block("down0", batch["image"])
         half = block("down1", _half(full))
         x = _double(block("middle", _half(half)))
-        x = _double(block("up1", jnp.concatenate([x, half, _half(full)], axis=-1)))
-        x = block("up0", jnp.concatenate([x, full], axis=-1))
+        x = _double(block("up1", x, half, _half(full)))
+        x = block("up0", x, full)
         with jax.named_scope("out"):
-            return jnp.mean((conv(params["out"], x) - batch["target"]) ** 2)
+            return jnp.mean((x[..., :3] - full[..., 1:] - batch["target"]) ** 2)
 
     batch = {"image": draw(ROWS, 8, 8, 3), "target": draw(ROWS, 8, 8, 3)}
     return Model(params=params, batch=batch, weight=num_rows, **with_dropout(network, dropout))

@@ -66,8 +66,7 @@ def start(case: Case, network: Model) -> tuple[rannc_jax.Step, rannc_jax.TrainSt
     Raises:
         AssertionError: the plan is not what the case asks for.
     """
-    cuts = "auto" if case.num_microbatches > 1 else balanced_cuts(case.model, case.dropout, case.replicas)
-    step = begin(case, network.loss_fn, takes=network.takes, cuts=cuts)
+    step = begin(case, network.loss_fn, takes=network.takes, cuts=balanced_cuts(case))
     state = step.init(network.params, network.batch, **given(network))
     plan = step.plan
     assert tuple(stage.num_replicas for stage in plan.stages) == case.replicas
@@ -98,10 +97,10 @@ def given(network: Model) -> dict[str, Any]:
 
 
 @functools.cache
-def balanced_cuts(name: str, dropout: bool, replicas: tuple[int, ...]) -> Any:
-    """Where the planner cuts for several microbatches: with a single one it has no reason to share work."""
+def planned(name: str, dropout: bool, replicas: tuple[int, ...]) -> rannc_jax.Plan:
+    """The plan of a network for several microbatches, which give the planner a reason to share work."""
     network = model(name, dropout)
-    plan = rannc_jax.make_plan(
+    return rannc_jax.make_plan(
         network.loss_fn,
         network.params,
         network.batch,
@@ -112,7 +111,13 @@ def balanced_cuts(name: str, dropout: bool, replicas: tuple[int, ...]) -> Any:
         num_microbatches=max(FACTORS["num_microbatches"]),
         **given(network),
     )
-    return tuple(stage.blocks[0] for stage in plan.stages[1:]) or "auto"
+
+
+def balanced_cuts(case: Case) -> Any:
+    """Where the planner cuts for several microbatches: for a single one every cut is as good as another."""
+    if case.num_stages == 1 or case.num_microbatches > 1:
+        return "auto"
+    return tuple(stage.blocks[0] for stage in planned(case.model, case.dropout, case.replicas).stages[1:])
 
 
 def run(step: rannc_jax.Step, state: rannc_jax.TrainState, batch: Any) -> Outcome:

@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from tests.parity.cases import ALL_CASES, FACTORS, Case, chosen
-from tests.parity.models import model
-from tests.parity.play import play
+from tests.parity.models import MODELS, model
+from tests.parity.play import planned, play
 
 CASES = chosen()
 
@@ -33,3 +33,19 @@ def test_the_chosen_cases_cover_every_pair_of_factor_values() -> None:
 def test_the_chosen_cases_are_the_same_every_time() -> None:
     assert chosen() == CASES
     assert len(set(map(str, ALL_CASES))) == len(ALL_CASES)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1, 1)], ids=["2 stages", "4 stages"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_stage_of_a_network_has_parameters(name: str, replicas: tuple[int, ...]) -> None:
+    assert all(stage.memory_bytes["parameters"] for stage in planned(name, False, replicas).stages)
+
+
+def test_skips_of_the_unet_reach_several_stages_and_pass_over_some() -> None:
+    crossings = planned("unet", False, (1, 1, 1, 1)).crossings
+    assert any(len(c.targets) > 1 and min(c.targets) > c.source + 1 for c in crossings)
+
+
+def test_the_embedding_of_the_transformer_is_read_by_two_stages() -> None:
+    (tie,) = planned("transformer", False, (1, 1)).ties
+    assert (tie.path, len(tie.readers)) == ("params['embedding']", 2)
