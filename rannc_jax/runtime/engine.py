@@ -26,9 +26,11 @@ from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.ir.trace import trace
 from rannc_jax.runtime.executor import Watch, execute
 from rannc_jax.runtime.feed import microbatch, microbatch_rows, part_weights, valid_rows
-from rannc_jax.runtime.lower import Layout, Lowered, StepLowering
+from rannc_jax.runtime.layout import Layout, Lowered
+from rannc_jax.runtime.lower import lower
 from rannc_jax.runtime.ops import Key, check, freed
 from rannc_jax.runtime.stage import Spread
+from rannc_jax.runtime.table import StageTable
 from rannc_jax.runtime.transfer import move, place, sub_mesh_sharding
 from rannc_jax.schedule import linearise, schedule_named
 
@@ -66,7 +68,7 @@ class Prepared:
     example: Example
     graph: Graph
     layout: Layout
-    lowering: StepLowering
+    table: StageTable
     lowered: Lowered
     ops: list[Any]
     batch_dims: tuple[int | None, ...]
@@ -75,7 +77,7 @@ class Prepared:
     @property
     def loss_dtype(self) -> Any:
         """The dtype losses are added up in: float32, or the function's if that is wider."""
-        position = self.lowering.loss_position
+        position = self.table.loss_position
         assert position is not None
         return jnp.promote_types(self.graph.program.jaxpr.jaxpr.outvars[position].aval.dtype, jnp.float32)
 
@@ -159,19 +161,19 @@ class Engine:
         if batch_grads:
             graph = build_graph(graph.program, graph.twin, graph.info, batch_grads=batch_grads)
         layout = self._layout(graph, example)
-        lowering = StepLowering(
+        table = StageTable(
             graph,
             layout,
             self._traces(graph, example, layout),
             batch_grads=batch_grads,
             train=self.routine.train,
         )
-        lowered = lowering.lower()
+        lowered = lower(table)
         prepared = Prepared(
             example=example,
             graph=graph,
             layout=layout,
-            lowering=lowering,
+            table=table,
             lowered=lowered,
             ops=[],
             batch_dims=example.batch_dims,
@@ -245,18 +247,18 @@ class Engine:
     # --- arrays -------------------------------------------------------------------------------
 
     def _given_keys(self, prepared: Prepared) -> list[Key]:
-        lowering, layout = prepared.lowering, prepared.layout
+        table, layout = prepared.table, prepared.layout
         keys: list[Key] = [("step_key",), ("even",)]
         for v, leaf in enumerate(prepared.graph.program.inputs):
             if leaf.role is Role.PARAM:
                 keys.append(("param", v))
-        keys += [("state", v, 0) for v in lowering.written]
+        keys += [("state", v, 0) for v in table.written]
         for i in range(layout.num_microbatches):
             keys.append(("part_weight", i))
-            for s, shape in enumerate(lowering.shapes):
+            for s, shape in enumerate(table.shapes):
                 keys += [("batch", v, i, s) for v in shape.batch]
                 keys.append(("valid", i, s))
-        for s, shape in enumerate(lowering.shapes):
+        for s, shape in enumerate(table.shapes):
             keys += [("held", v, s) for v in shape.held]
         return keys
 
@@ -281,13 +283,13 @@ class Engine:
         Returns:
             The wanted keys.
         """
-        lowering, layout = prepared.lowering, prepared.layout
+        table, layout = prepared.table, prepared.layout
         env: dict[Key, Any] = dict(self._constants(prepared))
         for v, leaf in enumerate(prepared.graph.program.inputs):
-            if leaf.role is Role.PARAM or v in lowering.written:
+            if leaf.role is Role.PARAM or v in table.written:
                 key = ("param", v) if leaf.role is Role.PARAM else ("state", v, 0)
-                env[key] = settled(leaves[v], layout.meshes[lowering.owner[v]])
-        for s, shape in enumerate(lowering.shapes):
+                env[key] = settled(leaves[v], layout.meshes[table.owner[v]])
+        for s, shape in enumerate(table.shapes):
             for v in shape.held:
                 env["held", v, s] = self._held(prepared, v, s, leaves)
         if step_key is not None:
@@ -324,7 +326,7 @@ class Engine:
             wanted = program.inputs[v].aval.dtype
             array = array if isinstance(array, (np.ndarray, jax.Array)) else np.asarray(array)
             arrays[v] = array if array.dtype == wanted else array.astype(wanted)
-        for s, shape in enumerate(prepared.lowering.shapes):
+        for s, shape in enumerate(prepared.table.shapes):
             keys, parts, layouts = [], [], []
             for i in range(layout.num_microbatches):
                 for v in shape.batch:
@@ -338,10 +340,10 @@ class Engine:
         """Weights of parts and masks of padded rows: the same for every batch of this shape."""
         if prepared.constants:
             return prepared.constants
-        layout, lowering = prepared.layout, prepared.lowering
+        layout, table = prepared.layout, prepared.table
         found = prepared.constants
-        if lowering.loss_position is not None:
-            mesh = layout.meshes[lowering.loss_stage]
+        if table.loss_position is not None:
+            mesh = layout.meshes[table.loss_stage]
             parts = mesh.size if layout.spread is Spread.PER_REPLICA else 1
             rows = RowLayout(0) if layout.spread is Spread.PER_REPLICA else None
             weights = [

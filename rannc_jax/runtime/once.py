@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.slice import Slice, as_function
 from rannc_jax.ir.trace import Program
+from rannc_jax.runtime.optimizer import grad_dtype
 from rannc_jax.runtime.shape import StageShape
 from rannc_jax.runtime.stage import Compiled, Spread, StagePrograms
 
@@ -32,7 +33,7 @@ def _casts_of_parameters(program: Program, shape: StageShape) -> dict[int, int]:
 
 
 def finish_program(programs: StagePrograms) -> Compiled:
-    """`(*accumulators, scale, *prologue.inputs) -> (*gradients of shape.params that flow)`.
+    """`(*accumulators, scale, *prologue.inputs) -> (*gradients of shape.params that flow)`, in `grad_dtype`.
 
     The one reduction over replicas a step, the division by the total weight, and the transpose of the
     prologue.
@@ -58,8 +59,12 @@ def finish_program(programs: StagePrograms) -> Compiled:
             through = _through_prologue(graph, prologue, given, {v: by_id[v] for v in made})
             for v, g in through.items():
                 grads[v] = grads[v] + g if v in grads else g
-        avals = {v: program.vars[v].aval for v in targets}
-        return tuple(grads[v] if v in grads else jnp.zeros(a.shape, a.dtype) for v, a in avals.items())
+        found = []
+        for v in targets:
+            aval = program.vars[v].aval
+            wide = grad_dtype(aval.dtype)
+            found.append(grads[v].astype(wide) if v in grads else jnp.zeros(aval.shape, wide))
+        return tuple(found)
 
     return jax.jit(run, out_shardings=NamedSharding(programs.mesh, PartitionSpec()))
 

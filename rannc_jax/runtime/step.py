@@ -179,7 +179,7 @@ class Step:
         self._progress.note("lowering")
         self._home = self._engine.prepared(example.batch)
         if self._optimizer is not None:
-            owners = [self._home.lowering.owner[v] for v in self._ids(Role.PARAM)]
+            owners = [self._home.table.owner[v] for v in self._ids(Role.PARAM)]
             self._cut = cut_optimizer(
                 self._optimizer, example.params, owners, len(self._meshes), loss_dtype=self._home.loss_dtype
             )
@@ -258,7 +258,7 @@ class Step:
 
     def _place_tree(self, tree: Any, role: Role) -> Any:
         assert self._home is not None
-        owner, program = self._home.lowering.owner, self._home.graph.program
+        owner, program = self._home.table.owner, self._home.graph.program
         leaves, treedef = jax.tree.flatten(tree)
         placed: list[Any] = list(leaves)
         ids = self._ids(role)
@@ -272,7 +272,7 @@ class Step:
     def _initialise(self, make: Callable[[Any], Any], key: Any) -> Any:
         """Make every stage's parameters on its own devices; XLA drops what a stage does not keep."""
         assert self._home is not None
-        owner, ids = self._home.lowering.owner, self._ids(Role.PARAM)
+        owner, ids = self._home.table.owner, self._ids(Role.PARAM)
         shape = jax.eval_shape(make, key)
         placed: list[Any] = [None] * len(ids)
         for stage, mesh in enumerate(self._meshes):
@@ -406,7 +406,7 @@ class Step:
         who = declared.with_given(**given)
         example = make_example(who, abstract(state.params), batch, batch_dims=batch_dims, **given)
         assert self._home is not None
-        home = self._home.lowering
+        home = self._home.table
         readers = {v: [s.index for s in home.shapes if v in s.params] or [home.owner[v]] for v in home.owner}
         by_path = {self._home.graph.program.inputs[v].path: stages for v, stages in readers.items()}
         count = len(self._meshes)
@@ -476,7 +476,7 @@ class Step:
         """The state with what the user put in (host arrays from a checkpoint, say) on its stages."""
         assert self._home is not None
         assert self._cut is not None
-        owner = self._home.lowering.owner
+        owner = self._home.table.owner
 
         def laid(tree: Any, stages: Sequence[int]) -> Any:
             leaves, treedef = jax.tree.flatten(tree)
@@ -491,7 +491,7 @@ class Step:
     def _at_home(self, env: dict[Any, Any]) -> list[Any]:
         """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
         assert self._home is not None
-        owner, meshes = self._home.lowering.owner, self._meshes
+        owner, meshes = self._home.table.owner, self._meshes
         return [move([env["grad", v]], [None], meshes[owner[v]])[0] for v in self._ids(Role.PARAM)]
 
     def _outputs_of(self, engine: Engine, state: TrainState, batch: Batch, rng: Any) -> Any:
@@ -500,7 +500,7 @@ class Step:
         return program.out_tree.unflatten([env["aux", k] for k in range(len(program.outputs))])
 
     def _loss_out(self, prepared: Prepared, env: dict[Any, Any], state: TrainState) -> LossOut:
-        program, lowering = prepared.graph.program, prepared.lowering
+        program, table = prepared.graph.program, prepared.table
         states = [v for v, leaf in enumerate(program.inputs) if leaf.role is Role.MODEL_STATE]
         old = jax.tree.leaves(state.model_state)
         last = prepared.layout.num_microbatches
@@ -512,7 +512,7 @@ class Step:
                 leaves.append(env["total_weight",])
             elif leaf.kind is OutputKind.MODEL_STATE:
                 v = states[state_index]
-                leaves.append(env["state", v, last] if v in lowering.written else old[state_index])
+                leaves.append(env["state", v, last] if v in table.written else old[state_index])
                 state_index += 1
             else:
                 leaves.append(env["aux", k])

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from rannc_jax import Remat
-from rannc_jax.runtime import lower, stage
-from rannc_jax.runtime.lower import StepLowering
+from rannc_jax.runtime import ending, lower, stage, table
+from rannc_jax.runtime.table import StageTable
 from tests.parity.cases import Case
 from tests.parity.play import play
 
@@ -32,7 +32,7 @@ def case(model: str, replicas: tuple[int, ...], *, dropout: bool = False) -> Cas
 
 
 def every_microbatch_counts_the_same(patch: Patch) -> None:
-    real = lower.total_loss
+    real = ending.total_loss
 
     def broken(rule: Any, divisor: Any) -> Callable[..., Any]:
         def run(losses: Any, weights: Any) -> tuple[Any, Any, Any]:
@@ -40,11 +40,11 @@ def every_microbatch_counts_the_same(patch: Patch) -> None:
 
         return run
 
-    patch.setattr(lower, "total_loss", broken)
+    patch.setattr(ending, "total_loss", broken)
 
 
 def gradients_are_summed_and_not_divided(patch: Patch) -> None:
-    real = lower.total_loss
+    real = ending.total_loss
 
     def broken(rule: Any, divisor: Any) -> Callable[..., Any]:
         def run(losses: Any, weights: Any) -> tuple[Any, Any, Any]:
@@ -53,12 +53,12 @@ def gradients_are_summed_and_not_divided(patch: Patch) -> None:
 
         return run
 
-    patch.setattr(lower, "total_loss", broken)
+    patch.setattr(ending, "total_loss", broken)
 
 
 def a_microbatch_without_labels_is_kept(patch: Patch) -> None:
-    real = lower.Seeding
-    patch.setattr(lower, "Seeding", lambda **given: real(**{**given, "select": False}))
+    real = table.Seeding
+    patch.setattr(table, "Seeding", lambda **given: real(**{**given, "select": False}))
 
 
 def replicas_draw_the_same_mask(patch: Patch) -> None:
@@ -74,27 +74,23 @@ def microbatches_draw_the_same_mask(patch: Patch) -> None:
 
 
 def only_one_reader_of_a_tied_parameter_counts(patch: Patch) -> None:
-    real = StepLowering._total_gradients
-
-    def broken(self: StepLowering, s: int, parts: Any) -> None:
-        real(self, s, {v: keys[:1] for v, keys in parts.items()})
-
-    patch.setattr(StepLowering, "_total_gradients", broken)
+    real = ending._gradient_stages
+    patch.setattr(ending, "_gradient_stages", lambda t: {v: found[:1] for v, found in real(t).items()})
 
 
 def only_one_reader_of_a_skip_sends_a_gradient(patch: Patch) -> None:
-    real = StepLowering._takers
-    patch.setattr(StepLowering, "_takers", lambda self, v: real(self, v)[:1])
+    real = StageTable.takers
+    patch.setattr(StageTable, "takers", lambda self, v: real(self, v)[:1])
 
 
 def statistics_do_not_thread_through_microbatches(patch: Patch) -> None:
-    real = StepLowering._input_key
+    real = StageTable.input_key
 
-    def broken(self: StepLowering, v: int, i: int, s: int) -> Any:
+    def broken(self: StageTable, v: int, i: int, s: int) -> Any:
         key = real(self, v, i, s)
         return (*key[:2], 0) if key[0] == "state" else key
 
-    patch.setattr(StepLowering, "_input_key", broken)
+    patch.setattr(StageTable, "input_key", broken)
 
 
 BROKEN = {

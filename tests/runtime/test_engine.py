@@ -263,9 +263,9 @@ def normed(params, batch):
 def test_no_residual_is_a_weight(fn, remat):
     width = 24  # no other value has a weight's shape
     step, _ = train(fn, layers(4, width), rows(8, width), remat=remat, replicas=(2, 1))
-    residuals = [r.shape for code in step._home.lowering.code for r in code.diff.residuals]
+    residuals = [r.shape for code in step._home.table.code for r in code.diff.residuals]
     assert not [shape for shape in residuals if shape in ((width, width), (width * width,))]
-    given_out = [v for code in step._home.lowering.code for v in code.shape.part.outputs]
+    given_out = [v for code in step._home.table.code for v in code.shape.part.outputs]
     assert all(v >= len(step._home.graph.program.inputs) for v in given_out)
 
 
@@ -290,7 +290,7 @@ def test_values_are_freed_at_their_last_use():
         ]
         assert not overdue, overdue
         most = max(most, sum(key[0] == "res" for key in defined))
-    in_flight = sum(len(code.diff.residuals) * (3 - s) for s, code in enumerate(prepared.lowering.code))
+    in_flight = sum(len(code.diff.residuals) * (3 - s) for s, code in enumerate(prepared.table.code))
     assert 0 < most <= in_flight
 
 
