@@ -95,7 +95,6 @@ def auto_partition(
         devices=devices,
         options=options,
         batch_dims=batch_dims,
-        allow_coupled=allow_coupled,
         defaults=defaults,
         progress=progress,
     )
@@ -160,21 +159,21 @@ def parallelize(
     mesh: Mesh = None,
     takes: Iterable[str] | None = None,
     batch_dims: Any = AUTO,
-    allow_coupled: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Step:
     """Train a function by a plan that was made before, here or elsewhere.
 
     Args:
-        fn, optimizer, takes, batch_dims, allow_coupled, progress: as in `auto_partition`.
+        fn, optimizer, takes, batch_dims, progress: as in `auto_partition`.
         plan: from `make_plan` or `Plan.load`.
-        mesh: a `jax.sharding.Mesh` (its devices are used in order), or nothing: all local devices.
+        mesh: a `jax.sharding.Mesh` (its devices are used in order), or nothing: all devices. A mesh file
+            or `ClusterSpec` is checked against the plan.
         **options: `donate`, `async_errors`, `check_finite`.
 
     Raises:
         PlanError: in `init`, if the plan belongs to another model.
-        MeshError: in `init`, if the plan needs more devices than are here.
+        MeshError: the mesh is too small for the plan, or in `init`, if too few devices are here.
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
     if (plan.schedule == "forward") != (optimizer is None):
@@ -186,7 +185,11 @@ def parallelize(
             )
         )
     _, chosen = _settings(options, AUTO, _OPTIONS)
-    devices = list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+    devices = None
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices = list(mesh.devices.flat)
+    elif mesh is not None:
+        _check_fits(plan, mesh if isinstance(mesh, ClusterSpec) else load_cluster(mesh))
     return Step(
         who,
         plan,
@@ -194,10 +197,31 @@ def parallelize(
         devices=devices,
         options=chosen,
         batch_dims=batch_dims,
-        allow_coupled=allow_coupled,
         defaults=defaults,
         progress=progress,
     )
+
+
+def _check_fits(plan: Plan, cluster: ClusterSpec) -> None:
+    """Refuse a cluster with fewer devices, or less memory, than a plan uses."""
+    for index, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            if device >= cluster.num_devices:
+                raise MeshError(
+                    message(
+                        f"the plan uses device {device}, the mesh has {cluster.num_devices}.",
+                        hint="make a plan for this mesh.",
+                    )
+                )
+            if stage.peak_bytes > cluster.device(device).memory_bytes:
+                raise MeshError(
+                    message(
+                        f"stage {index} of the plan does not fit device {device} of the mesh.",
+                        f"needs {stage.peak_bytes / 2**30:.2f} GiB, "
+                        f"has {cluster.device(device).memory_bytes / 2**30:.2f}",
+                        hint="make a plan for this mesh.",
+                    )
+                )
 
 
 def _subject(

@@ -16,10 +16,10 @@ import optax
 
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.cost import node_seconds, open_graph, price
-from rannc_jax.errors import TraceError, message
+from rannc_jax.errors import PlanError, TraceError, message
 from rannc_jax.ir import prepare
-from rannc_jax.ir.batch import Coupling, CouplingKind
-from rannc_jax.ir.example import Example, Subject, path_leaves
+from rannc_jax.ir.batch import Coupling, CouplingKind, LossKind
+from rannc_jax.ir.example import Example, Subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import anchor_print, block_coordinates, identity_print, program_print
 from rannc_jax.ir.roles import Role
@@ -81,7 +81,7 @@ def plan_function(
         )
     splittable = _check_coupling(graph, example.rows, request)
     progress.note(f"pricing {len(graph.nodes)} pieces")
-    blocks, table = _price(graph, request)
+    blocks, table = _price(graph, example.params, request)
     progress.note("searching")
     schedules: tuple[Schedule, ...] = (Forward(),) if request.optimizer is None else (OneFOneB(), GPipe())
     decision = search(
@@ -134,7 +134,7 @@ def _divisor(rows: int, most: int) -> int:
     return next(m for m in range(most, 0, -1) if rows % m == 0)
 
 
-def _price(graph: Graph, request: Request) -> tuple[tuple[NodeBlock, ...], Any]:
+def _price(graph: Graph, params: Any, request: Request) -> tuple[tuple[NodeBlock, ...], Any]:
     cluster, constraints = request.cluster, request.constraints
     opened = open_graph(graph)
     rows = max(1, graph.program.rows // 4)
@@ -147,26 +147,52 @@ def _price(graph: Graph, request: Request) -> tuple[tuple[NodeBlock, ...], Any]:
         graph,
         [block.nodes for block in blocks],
         cluster,
-        optimizer_bytes=_optimizer_bytes(graph, request.optimizer),
+        optimizer_bytes=_optimizer_bytes(graph, params, request.optimizer),
         opened=opened,
     )
     return blocks, table
 
 
-def _optimizer_bytes(graph: Graph, optimizer: optax.GradientTransformation | None) -> Mapping[int, int]:
-    """Bytes of optimizer state a parameter: state leaves are found by the parameter's path at their end."""
-    params = {leaf.path: v for v, leaf in enumerate(graph.program.inputs) if leaf.role is Role.PARAM}
+def _optimizer_bytes(
+    graph: Graph, params: Any, optimizer: optax.GradientTransformation | None
+) -> Mapping[int, int]:
+    """Bytes of optimizer state a parameter: a state leaf belongs to the parameter whose path ends its own.
+
+    Args:
+        graph: its parameter inputs are the leaves of `params`, in order.
+        params: the user's tree, as shapes.
+        optimizer: its `init` is traced, never run.
+
+    Raises:
+        PlanError: `init` fails on this tree.
+    """
+    ids = [v for v, leaf in enumerate(graph.program.inputs) if leaf.role is Role.PARAM]
+    found = dict.fromkeys(ids, 0)
     if optimizer is None:
-        return {}
-    tree = {path: graph.program.inputs[v].aval for path, v in params.items()}
-    paths, leaves = path_leaves(jax.eval_shape(optimizer.init, tree), "")
-    found = dict.fromkeys(params.values(), 0)
-    by_key = {repr(path): v for path, v in params.items()}
-    for path, leaf in zip(paths, leaves, strict=True):
-        owner = next((v for key, v in by_key.items() if path.endswith(f"[{key}]")), None)
+        return found
+    try:
+        state = jax.eval_shape(optimizer.init, params)
+    except Exception as error:
+        raise PlanError(
+            message(
+                "the optimizer cannot be initialised on these parameters.",
+                f"{type(error).__name__}: {error}",
+                hint="its masks and labels must have the structure of params.",
+            )
+        ) from error
+    by_path = dict(zip(_key_paths(params), ids, strict=True))
+    for path, leaf in zip(_key_paths(state), jax.tree.leaves(state), strict=True):
+        ends = (path[start:] for start in range(len(path) + 1))
+        owner = next((by_path[end] for end in ends if end in by_path), None)
         if owner is not None:
             found[owner] += aval_bytes(leaf)
     return found
+
+
+def _key_paths(tree: Any) -> list[tuple[str, ...]]:
+    """The path of every leaf, one text a key."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [tuple(str(key) for key in path) for path, _ in pairs]
 
 
 def _assemble(
@@ -206,7 +232,8 @@ def _assemble(
 
 def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
     notes = []
-    for coupling in graph.info.couplings[:1]:
+    firsts = {coupling.kind: coupling for coupling in reversed(graph.info.couplings)}
+    for coupling in firsts.values():
         where = coupling.path or coupling.source or "the function"
         if coupling.kind is CouplingKind.BATCH_STATISTICS:
             notes.append(
@@ -219,7 +246,7 @@ def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
             notes.append(
                 f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled."
             )
-    if graph.info.loss is not None and graph.info.loss.kind.value == "mean_of_means":
+    if graph.info.loss is not None and graph.info.loss.kind is LossKind.MEAN_OF_MEANS:
         notes.append("the loss is no plain mean, sum or sum(a)/sum(w): it is the mean over microbatches.")
     return tuple(notes)
 

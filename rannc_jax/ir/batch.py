@@ -39,7 +39,6 @@ __all__ = [
     "RowLayout",
     "RowMask",
     "analyse",
-    "explain_couplings",
 ]
 
 
@@ -219,21 +218,3 @@ def _ordered(found: Found) -> tuple[Coupling, ...]:
         Coupling(kind=kind, equation=s.equation, primitive=s.primitive, path=s.path, source=s.source)
         for kind, s in sorted(found, key=order)
     )
-
-
-def explain_couplings(info: BatchInfo) -> str:
-    """Where rows see each other, one line a place, first places first; for messages and plan notes.
-
-    Example:
-        rows of the batch see each other:
-          other: sort in loss/hard_negatives (train.py:31)
-    """
-    if not info.couplings:
-        return "rows of the batch never see each other"
-    lines = (
-        f"  {c.kind.value}: {c.primitive}"
-        + (f" in {c.path}" if c.path else "")
-        + (f" ({c.source})" if c.source else "")
-        for c in info.couplings
-    )
-    return "\n".join(["rows of the batch see each other:", *dict.fromkeys(lines)])

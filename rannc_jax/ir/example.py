@@ -176,6 +176,8 @@ def _batch_dims(batch: Any, batch_dims: Any) -> tuple[tuple[int | None, ...], in
                 "or None for leaves without rows.",
             )
         )
+    if rows == 0:
+        raise TraceError(message("the batch has no rows.", hint="leave empty batches out."))
     return tuple(found), rows
 
 

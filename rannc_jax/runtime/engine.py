@@ -200,7 +200,7 @@ class Engine:
             num_microbatches=parts[0],
             rows=parts[1],
             batch_rows=example.rows,
-            spread=spread_of(graph, stages, [mesh.size for mesh in meshes]),
+            spread=spread_of(graph, [mesh.size for mesh in meshes]),
         )
 
     def _microbatches(
@@ -208,15 +208,12 @@ class Engine:
     ) -> tuple[int, int] | None:
         """(number of microbatches, rows of each); None if the rows cannot be spread so."""
         wanted, info = self.routine.num_microbatches, graph.info
-        if info.couplings and not self._allow_coupled:
-            wanted = 1 if self._coupled(graph) else wanted
+        if info.couplings:
+            wanted = 1 if self._coupled(graph) and not self._allow_coupled else wanted
             if batch_rows % wanted or any((batch_rows // wanted) % r for r in replicas):
                 return None
             return wanted, batch_rows // wanted
-        try:
-            return microbatch_rows(batch_rows, wanted, replicas, pad=_may_pad(graph))
-        except ValueError:
-            return None
+        return microbatch_rows(batch_rows, wanted, replicas, pad=_may_pad(graph))
 
     def _coupled(self, graph: Graph) -> list[Coupling]:
         return [c for c in graph.info.couplings if c.kind is CouplingKind.OTHER]
@@ -385,22 +382,13 @@ def settled(value: Any, mesh: Mesh) -> Any:
     return move([value], [None], mesh)[0]
 
 
-def spread_of(graph: Graph, stages: Stages, replicas: Sequence[int]) -> Spread:
-    """Per replica where rows are separable and no sum over rows crosses stages; sharded otherwise."""
+def spread_of(graph: Graph, replicas: Sequence[int]) -> Spread:
+    """Per replica where rows are separable and the parts of every output can be put together."""
     info = graph.info
     if all(r == 1 for r in replicas):
         return Spread.PER_REPLICA
     if info.couplings or info.unspreadable:
         return Spread.SHARDED
-    stage_of = {n: s for s, blocks in enumerate(stages) for block in blocks for n in block}
-    for edge in graph.edges:
-        crosses = any(stage_of[c] != stage_of[edge.producer] for c in edge.consumers)
-        if (
-            crosses
-            and info.layouts[edge.value] is None
-            and info.dependence[edge.value] is not Dependence.FREE
-        ):
-            return Spread.SHARDED
     for k, leaf in enumerate(graph.program.outputs):
         v = graph.program.output_ids()[k]
         if v is None or leaf.kind in (OutputKind.LOSS, OutputKind.WEIGHT):

@@ -46,23 +46,20 @@ def part_weights(batch_rows: int, index: int, rows: int, parts: int) -> np.ndarr
 
 def microbatch_rows(
     batch_rows: int, num_microbatches: int, replicas: Sequence[int], *, pad: bool
-) -> tuple[int, int]:
+) -> tuple[int, int] | None:
     """(number of microbatches, rows of each) for a batch, as near to the plan's number as it goes.
 
-    Without padding the largest number up to the plan's whose microbatches divide by every stage's
-    replicas; with padding the plan's own where nothing divides.
-
-    Raises:
-        ValueError: nothing divides and rows may not be padded.
+    The largest number up to the plan's whose microbatches divide by every stage's replicas; where rows
+    may be padded and that makes smaller microbatches (which is what the plan has memory for), the plan's
+    own number with padding. None if nothing divides and rows may not be padded.
     """
-    for count in range(min(num_microbatches, batch_rows), 0, -1):
-        if batch_rows % count == 0 and all((batch_rows // count) % r == 0 for r in replicas):
-            return count, batch_rows // count
-    if not pad:
-        raise ValueError(f"{batch_rows} rows do not divide by replicas {tuple(replicas)}")
     unit = int(np.lcm.reduce(np.asarray(replicas)))
-    rows = -(-batch_rows // (num_microbatches * unit)) * unit
-    return -(-batch_rows // rows), rows
+    counts = range(min(num_microbatches, batch_rows), 0, -1)
+    whole = next((c for c in counts if batch_rows % c == 0 and (batch_rows // c) % unit == 0), None)
+    padded = -(-batch_rows // (num_microbatches * unit)) * unit
+    if pad and (whole is None or padded < batch_rows // whole):
+        return -(-batch_rows // padded), padded
+    return None if whole is None else (whole, batch_rows // whole)
 
 
 def _slice(leaf: Any, dim: int, start: int, stop: int) -> Any:

@@ -102,7 +102,7 @@ class _Walk:
         name = f"B{s}"
         if name not in out.programs:
             arity = [len(takers[shape.part.outputs[k]]) for k in crossing]
-            out.programs[name] = code.backward(arity, [])
+            out.programs[name] = code.backward(arity)
         inputs: list[Key] = [
             self.table.input_key(shape.part.inputs[p], i, s)
             if p < len(shape.part.inputs)

@@ -69,6 +69,7 @@ class StagePrograms:
         spread: see `Spread`.
         remat: what is kept for the backward.
         seeding: for the stage that makes the loss.
+        asked: crossing outputs whose readers send a cotangent back.
         batch_grads: batch inputs whose gradient is asked for.
         masked: rows may be padding; programs take a last argument `valid`, bool [rows].
         mask_scale: rows that count weigh more where others are padding (a mean stays a mean).
@@ -84,6 +85,7 @@ class StagePrograms:
         *,
         remat: Remat = Remat.SAVE_ALL,
         seeding: Seeding | None = None,
+        asked: frozenset[int] = frozenset(),
         batch_grads: frozenset[int] = frozenset(),
         masked: bool = False,
         mask_scale: bool = False,
@@ -92,7 +94,7 @@ class StagePrograms:
         self._part = aligned.slice(shape.part)
         self._blocks = [aligned.slice(block) for block in shape.blocks]
         self.spread, self.seeding, self.masked = spread, seeding, masked
-        self._mask_scale = mask_scale
+        self._asked, self._mask_scale = asked, mask_scale
         self._wanted = {*shape.accumulated, *batch_grads} | {v for v in shape.crossing_in if v in graph.flows}
         info = graph.info
         self._random = {
@@ -122,9 +124,7 @@ class StagePrograms:
     def cotangents(self) -> tuple[int, ...]:
         """Positions of the outputs that take a cotangent: crossing values, then the loss."""
         part = self.shape.part
-        out = [
-            i for i, v in enumerate(part.outputs) if v in self.shape.crossing_out and v in self.graph.flows
-        ]
+        out = [i for i, v in enumerate(part.outputs) if v in self._asked]
         return tuple(out + ([self.seeding.position] if self.seeding is not None else []))
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class StagePrograms:
         ins = [self._spec(self._value_kind(v)) for v in self.shape.part.inputs]
         return self._compile(run, ins + [self._row_spec] * self.masked, specs + kept)
 
-    def backward(self, arity: Sequence[int], accumulator_dtypes: Sequence[Any]) -> Compiled:
+    def backward(self, arity: Sequence[int]) -> Compiled:
         """The backward, from what the forward left and the cotangents to sums and gradients.
 
         Its arguments are held inputs, kept outputs, residuals, cotangents, the loss's weight on the stage
@@ -183,7 +183,6 @@ class StagePrograms:
         Args:
             arity: how many cotangents arrive for each crossing output that takes one; they are added in
                 order.
-            accumulator_dtypes: of `shape.accumulated`.
         """
         diff, part = self.diff, self.shape.part
         held = self.held_positions
@@ -289,6 +288,8 @@ class StagePrograms:
             layout = info.layouts[v] if v is not None else None
             kind = self.graph.program.outputs[k].kind
             reduced = v is not None and info.dependence[v] is not Dependence.FREE and layout is None
+            if layout is not None and not layout.contiguous:
+                layout = None  # one program sees all rows (the table of stages made sure of it)
             if kind is OutputKind.MODEL_STATE:
                 kinds.append(layout)
             elif kind in (OutputKind.LOSS, OutputKind.WEIGHT) or reduced:

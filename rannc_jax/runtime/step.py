@@ -71,7 +71,6 @@ class Step:
         devices: all local ones by default.
         options: see `Options`.
         batch_dims: as the user gave them.
-        allow_coupled: as the user gave it.
         defaults: see `Defaults`.
         progress: told what takes long.
     """
@@ -85,7 +84,6 @@ class Step:
         devices: Sequence[jax.Device] | None = None,
         options: Options | None = None,
         batch_dims: Any = "auto",
-        allow_coupled: bool = False,
         defaults: Defaults | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -93,11 +91,12 @@ class Step:
         self._plan = plan if isinstance(plan, Plan) else None
         self._planner = None if isinstance(plan, Plan) else plan
         self._options = options or Options()
-        self._batch_dims, self._allow_coupled = batch_dims, allow_coupled
+        self._batch_dims = batch_dims
         self._defaults = defaults or Defaults()
         self._progress = progress or NoProgress()
         self._meshes: tuple[Mesh, ...] = ()
         self._engine: Engine | None = None
+        self._times_laid_out = 0
         self._home: Prepared | None = None
         self._cut: OptimizerCut | None = None
 
@@ -144,6 +143,15 @@ class Step:
             d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
         )
         self._who = self._declared.with_given(frozen=frozen, model_state=model_state, rng=rng)
+        if params is not None and any(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)
+        ):
+            raise TraceError(
+                message(
+                    "init needs arrays for the parameters, not shapes.",
+                    hint="init_fn(key) with rng= makes them on the devices; make_plan takes shapes.",
+                )
+            )
         if params is None or batch is None:
             raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
         if callable(params) and rng is None:
@@ -153,7 +161,7 @@ class Step:
                     hint="init(init_fn, batch, rng=jax.random.key(0)).",
                 )
             )
-        make = params if callable(params) else None
+        make = params if callable(params) and jax.tree_util.all_leaves([params]) else None
         shapes = jax.eval_shape(make, jax.random.fold_in(rng, 0)) if make is not None else params
         example = make_example(
             self._who,
@@ -174,6 +182,7 @@ class Step:
             self._plan, graph = self._planner(self._who, example)
         plan = self.plan
         self._meshes = stage_meshes(plan, self._devices)
+        self._times_laid_out += 1
         train = self._optimizer is not None
         self._engine = self._make_engine(self._who, example, self._planned_stages(), train=train, graph=graph)
         self._progress.note("lowering")
@@ -230,7 +239,7 @@ class Step:
             stages_of,
             routine,
             batch_dims=self._batch_dims if batch_dims is None else batch_dims,
-            allow_coupled=self._allow_coupled,
+            allow_coupled=plan.num_microbatches > 1,  # else the planner had not split coupled rows
             graph=graph,
         )
 
@@ -308,7 +317,7 @@ class Step:
             return self._outputs_of(engine, state, batch, rng)
         state = self._at_stages(state)
         env, prepared = self._run(engine, state, batch, rng)
-        grads = self._at_home(env)
+        grads = self._at_home(prepared, env)
         self._wait(env["loss",], grads)
         assert self._cut is not None
         params, opt_state = apply_cut(
@@ -349,7 +358,7 @@ class Step:
         out = self._loss_out(prepared, env, state)
         structure = jax.tree.structure(state.params)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(state.params)]
-        sums = self._at_home(env)
+        sums = self._at_home(prepared, env)
         grads = structure.unflatten([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)])
         if not wrt_batch:
             return out, grads
@@ -382,10 +391,12 @@ class Step:
 
         def run(state: TrainState, batch: Batch, *, rng: Any = None) -> Any:
             self._ready(state, batch)
-            key = (id(self._home), jax.tree.structure(batch))
+            rng = state.rng if rng is None else rng
+            who = declared.with_given(frozen=state.frozen, model_state=state.model_state, rng=rng)
+            key = (self._times_laid_out, who.takes, jax.tree.structure(batch))
             if key not in engines:
                 dims = self._dims_of(batch) if batch_dims is None else batch_dims
-                engines[key] = self._evaluation_engine(declared, state, batch, rng, dims)
+                engines[key] = self._evaluation_engine(who, state, batch, rng, dims)
             return self._outputs_of(engines[key], state, batch, rng)
 
         return run
@@ -396,18 +407,16 @@ class Step:
         return self._batch_dims if same else AUTO
 
     def _evaluation_engine(
-        self, declared: Subject, state: TrainState, batch: Batch, rng: Any, batch_dims: Any
+        self, who: Subject, state: TrainState, batch: Batch, rng: Any, batch_dims: Any
     ) -> Engine:
-        given = {
-            "frozen": state.frozen,
-            "model_state": state.model_state,
-            "rng": state.rng if rng is None else rng,
-        }
-        who = declared.with_given(**given)
+        given = {"frozen": state.frozen, "model_state": state.model_state, "rng": rng}
         example = make_example(who, abstract(state.params), batch, batch_dims=batch_dims, **given)
         assert self._home is not None
         home = self._home.table
-        readers = {v: [s.index for s in home.shapes if v in s.params] or [home.owner[v]] for v in home.owner}
+        readers = {
+            v: [s.index for s in home.shapes if v in (*s.params, *s.held, *s.state)] or [home.owner[v]]
+            for v in home.owner
+        }
         by_path = {self._home.graph.program.inputs[v].path: stages for v, stages in readers.items()}
         count = len(self._meshes)
         return self._make_engine(
@@ -437,6 +446,14 @@ class Step:
         self._refuse_tracers((state, batch))
         if self._engine is None:
             raise PlanError(message("the step has no state yet.", hint="state = step.init(params, batch)."))
+        leaves = jax.tree.leaves((state.params, state.opt_state))
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise RuntimeFailure(
+                message(
+                    "this state was given to an earlier step, which took over its memory.",
+                    hint="go on with the state that step returned, or use donate=False.",
+                )
+            )
         return self._engine
 
     def _refuse_tracers(self, tree: Any) -> None:
@@ -488,10 +505,12 @@ class Step:
             opt_state=laid(state.opt_state, self._cut.state_owner),
         )
 
-    def _at_home(self, env: dict[Any, Any]) -> list[Any]:
+    def _at_home(self, prepared: Prepared, env: dict[Any, Any]) -> list[Any]:
         """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
         assert self._home is not None
         owner, meshes = self._home.table.owner, self._meshes
+        if prepared.table.owner == owner:
+            return [env["grad", v] for v in self._ids(Role.PARAM)]
         return [move([env["grad", v]], [None], meshes[owner[v]])[0] for v in self._ids(Role.PARAM)]
 
     def _outputs_of(self, engine: Engine, state: TrainState, batch: Batch, rng: Any) -> Any:

@@ -13,6 +13,7 @@ Keys of values, all tuples:
 
 from collections.abc import Mapping
 
+from rannc_jax.errors import TraceError, message
 from rannc_jax.ir.align import Aligned
 from rannc_jax.ir.batch import LossKind, RowLayout
 from rannc_jax.ir.graph import Graph, written_state
@@ -52,7 +53,10 @@ class StageTable:
         self.batch_grads = batch_grads
         self.shapes = [self._shape(s) for s in range(len(layout.stages))]
         self.owner = self._owners()
-        self.code = [self._code(s, traces) for s in range(len(layout.stages))]
+        self._check_outputs()
+        self.code: list[StagePrograms] = []
+        for s in reversed(range(len(layout.stages))):  # later stages know which cotangents they send back
+            self.code.insert(0, self._code(s, traces))
 
     @property
     def num_stages(self) -> int:
@@ -105,6 +109,28 @@ class StageTable:
                 owner[v] = readers[0] if readers else 0
         return owner
 
+    def _check_outputs(self) -> None:
+        """Refuse outputs whose rows could not be put together again."""
+        program, info = self.graph.program, self.graph.info
+        for k in self.results():
+            v = program.output_ids()[k]
+            layout = None if v is None else info.layouts[v]
+            mesh = self.layout.meshes[self.result_stage(k)]
+            whole = self.layout.num_microbatches == 1 and mesh.size == 1
+            if layout is not None and not layout.contiguous and not whole:
+                raise TraceError(
+                    message(
+                        f"the rows of {program.outputs[k].path} do not lie together.",
+                        f"{program.vars[v].aval.str_short()}: rows are inside dim {layout.dim}",
+                        hint="return it with the rows in a dim of their own, outermost where dims are merged.",
+                    )
+                )
+
+    def _is_asked(self, v: int, stage: int) -> bool:
+        """Whether a stage behind `stage` sends a cotangent of a value back."""
+        later = zip(self.shapes[stage + 1 :], self.code, strict=True)
+        return any(v in shape.crossing_in and _sends(code, v) for shape, code in later)
+
     def _code(self, stage: int, traces: Mapping[int, Aligned]) -> StagePrograms:
         layout, shape = self.layout, self.shapes[stage]
         mesh = layout.meshes[stage]
@@ -129,6 +155,7 @@ class StageTable:
             layout.spread,
             remat=layout.remats[stage],
             seeding=seeding,
+            asked=frozenset(v for v in shape.crossing_out if self._is_asked(v, stage)),
             batch_grads=self.batch_grads,
             masked=layout.padded,
             mask_scale=rule is not None and rule.kind in (LossKind.MEAN, LossKind.MEAN_OF_MEANS),
@@ -169,7 +196,9 @@ class StageTable:
     def takers(self, v: int) -> list[int]:
         """Stages that send a cotangent of a value back, ascending."""
         return [
-            t
-            for t, shape in enumerate(self.shapes)
-            if v in shape.crossing_in and self.code[t].differentiates and v in self.code[t].gradient_ids
+            t for t, shape in enumerate(self.shapes) if v in shape.crossing_in and _sends(self.code[t], v)
         ]
+
+
+def _sends(code: StagePrograms, v: int) -> bool:
+    return code.differentiates and v in code.gradient_ids

@@ -54,9 +54,13 @@ def test_microbatches_are_as_near_to_the_plan_as_it_goes(batch_rows, wanted, rep
     assert microbatch_rows(batch_rows, wanted, replicas, pad=pad) == expected
 
 
-def test_what_does_not_divide_and_may_not_be_padded_is_an_error():
-    with pytest.raises(ValueError, match="7 rows do not divide"):
-        microbatch_rows(7, 2, (2, 1), pad=False)
+def test_what_does_not_divide_and_may_not_be_padded_has_no_microbatches():
+    assert microbatch_rows(7, 2, (2, 1), pad=False) is None
+
+
+def test_the_last_batch_of_an_epoch_makes_no_larger_microbatches_than_planned():
+    assert microbatch_rows(31, 4, (1,), pad=True) == (4, 8)
+    assert microbatch_rows(127, 32, (1, 2), pad=True) == (32, 4)
 
 
 @given(
