@@ -4,7 +4,8 @@ Three sorts of equations are not nodes. *Prologue*: work on parameters, frozen l
 alone, run once a step on every stage that needs it. *Clones*: batch-free work without parameters (and
 cheap batch-only work such as masks), copied into every consumer. *Dead*: nothing reads them.
 Everything else is a node. Equations that must stay together (readers and writers of one written
-model_state leaf; values whose rows do not lie contiguously) share a node.
+model_state leaf, sums over rows and what reads them, values whose rows do not lie contiguously) share a
+node.
 """
 
 import enum
@@ -259,8 +260,8 @@ def _groups(program: Program, info: BatchInfo, sorter: _Sorter) -> list[tuple[in
     together.union(*_loss_nodes(program, info, sorter))
     for e in sorter.nodes:
         for v in program.reads(e):
-            producer, layout = sorter.definer.get(v), info.layouts[v]
-            if producer in sorter.node_set and layout is not None and not layout.contiguous:
+            producer = sorter.definer.get(v)
+            if producer in sorter.node_set and _stays(info, v):
                 together.union(producer, e)
     links = nx.DiGraph()
     links.add_nodes_from(together[e] for e in sorter.nodes)
@@ -280,6 +281,19 @@ def _groups(program: Program, info: BatchInfo, sorter: _Sorter) -> list[tuple[in
     )
     order = nx.lexicographical_topological_sort(condensed, key=lambda k: members[k][0])
     return [tuple(members[k]) for k in order]
+
+
+def _stays(info: BatchInfo, value: int) -> bool:
+    """Whether a value must not leave its stage.
+
+    Rows that do not lie contiguously cannot be dealt out to replicas. A sum over rows is only part of the
+    sum on each replica: it stays with its readers (which lead to the loss and to nothing else) unless
+    rows are coupled, when programs see the whole microbatch anyway.
+    """
+    layout = info.layouts[value]
+    if layout is None:
+        return not info.couplings and info.dependence[value] is not Dependence.FREE
+    return not layout.contiguous
 
 
 def _loss_nodes(program: Program, info: BatchInfo, sorter: _Sorter) -> list[int]:
