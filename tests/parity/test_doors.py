@@ -47,11 +47,19 @@ def test_rows_that_do_not_divide_are_filled_up_and_do_not_count(name: str) -> No
     assert compare(got, expected, network.params, "sgd").problems == ()
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "auxiliary"])
-def test_rows_that_others_see_are_not_filled_up(name: str) -> None:
-    network = model(name, False)
-    step, state = start(case(name), network)
-    with pytest.raises(rannc_jax.TraceError, match="rows"):
+def test_rows_that_outputs_count_are_left_to_one_replica() -> None:
+    network = model("auxiliary", False)
+    short = shortened(network)
+    step, state = start(case("auxiliary"), network)
+    got = run(step, state, short.batch)
+    expected = reference(short, optimizer_of("sgd"), 1, NUM_STEPS)
+    assert compare(got, expected, network.params, "sgd").problems == ()
+
+
+def test_rows_that_others_see_must_divide() -> None:
+    network = model("batch_norm", False)
+    step, state = start(case("batch_norm"), network)
+    with pytest.raises(rannc_jax.TraceError, match="23 rows do not divide into 4 microbatches"):
         step(state, shortened(network).batch)
 
 
