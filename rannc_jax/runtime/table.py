@@ -115,14 +115,15 @@ class StageTable:
         for k in self.results():
             v = program.output_ids()[k]
             layout = None if v is None else info.layouts[v]
+            path = program.outputs[k].path
             mesh = self.layout.meshes[self.result_stage(k)]
             whole = self.layout.num_microbatches == 1 and mesh.size == 1
             if layout is not None and not layout.contiguous and not whole:
                 raise TraceError(
                     message(
-                        f"the rows of {program.outputs[k].path} do not lie together.",
-                        f"{program.vars[v].aval.str_short()}: rows are inside dim {layout.dim}",
-                        hint="return it with the rows in a dim of their own, outermost where dims are merged.",
+                        f"the rows of {path} do not lie together.",
+                        f"its dim {layout.dim} holds [{layout.outer}, rows, {layout.inner}] merged",
+                        hint="return it with the rows in a dim of their own, or outermost in a merged one.",
                     )
                 )
 

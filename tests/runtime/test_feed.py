@@ -42,7 +42,8 @@ def test_valid_rows_and_shares():
     ("batch_rows", "wanted", "replicas", "pad", "expected"),
     [
         (8, 4, (1, 1), False, (4, 2)),
-        (10, 4, (1, 1), True, (2, 5)),
+        (10, 4, (1, 1), False, (2, 5)),
+        (10, 4, (1, 1), True, (4, 3)),
         (8, 4, (4, 1), True, (2, 4)),
         (3, 8, (1,), False, (3, 1)),
         (7, 2, (2, 1), True, (2, 4)),
