@@ -17,7 +17,7 @@ from rannc_jax.cluster import ClusterSpec, DeviceGroup
 from rannc_jax.config import load_cluster
 from rannc_jax.contract import TrainableModel
 from rannc_jax.cost.presets import device_preset, kind_of, link_preset
-from rannc_jax.errors import MeshError, PlanError, message
+from rannc_jax.errors import MeshError, PlanError, TraceError, message
 from rannc_jax.ir.example import AUTO, Example, Subject, make_example, subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.partition.constraints import Constraints
@@ -189,7 +189,7 @@ def parallelize(
     if isinstance(mesh, jax.sharding.Mesh):
         devices = list(mesh.devices.flat)
     elif mesh is not None:
-        _check_fits(plan, mesh if isinstance(mesh, ClusterSpec) else load_cluster(mesh))
+        _check_fits(plan, _described(mesh))
     return Step(
         who,
         plan,
@@ -228,6 +228,12 @@ def _subject(
     fn: Any, takes: Iterable[str] | None, optimizer: Any, batch_dims: Any
 ) -> tuple[Subject, Defaults, Any]:
     trains = optimizer is not None
+    if trains and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise PlanError(
+            message(f"optimizer={optimizer!r} is no optimizer.", hint="any of optax: optax.adamw(1e-4).")
+        )
+    if not callable(getattr(fn, "loss_fn", fn)):
+        raise TraceError(message(f"{fn!r} is no function.", hint="loss_fn(params, batch)."))
     if isinstance(fn, TrainableModel):
         defaults = Defaults(
             params=fn.params, batch=fn.batch, frozen=fn.frozen or None, model_state=fn.model_state or None
@@ -290,9 +296,20 @@ def _devices(
         return devices, replace(local_cluster(devices), axes=axes), constraints
     if mesh is None:
         return None, local_cluster(jax.devices()), constraints
+    return None, _described(mesh), constraints
+
+
+def _described(mesh: Any) -> ClusterSpec:
     if isinstance(mesh, ClusterSpec):
-        return None, mesh, constraints
-    return None, load_cluster(mesh), constraints
+        return mesh
+    if not isinstance(mesh, str | Path | Mapping):
+        raise MeshError(
+            message(
+                f"mesh={mesh!r} is no mesh.",
+                hint="the path of a mesh file, a ClusterSpec, a jax.sharding.Mesh, or nothing: all devices.",
+            )
+        )
+    return load_cluster(mesh)
 
 
 def _mesh_axes(mesh: jax.sharding.Mesh) -> dict[str, int]:

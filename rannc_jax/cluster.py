@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from rannc_jax.errors import ConfigError, message
 
+MOST_DEVICES = 65_536
+"""More than any machine there is: a larger number is a slip of the pen, and plans grow with it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
@@ -91,8 +94,13 @@ class ClusterSpec:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise ConfigError(message("the cluster has no devices.", hint="count_per_host = 1 or more."))
+        if not 1 <= self.num_devices <= MOST_DEVICES:
+            raise ConfigError(
+                message(
+                    f"the cluster has {self.num_devices} devices.",
+                    hint=f"1 to {MOST_DEVICES}: hosts times count_per_host, over all [[devices]].",
+                )
+            )
         object.__setattr__(self, "axes", dict(self.axes))
 
     @property

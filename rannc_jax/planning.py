@@ -246,6 +246,8 @@ def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
             notes.append(
                 f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled."
             )
+    if any(leaf.role is Role.RNG for leaf in graph.program.inputs):
+        notes.append("random numbers are drawn a microbatch at a time: they depend on num_microbatches.")
     if graph.info.loss is not None and graph.info.loss.kind is LossKind.MEAN_OF_MEANS:
         notes.append("the loss is no plain mean, sum or sum(a)/sum(w): it is the mean over microbatches.")
     return tuple(notes)

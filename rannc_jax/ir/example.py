@@ -109,8 +109,10 @@ def abstract(tree: Any) -> Any:
     """Shapes and dtypes of a tree of arrays, numpy arrays, scalars or ShapeDtypeStructs."""
 
     def leaf(x: Any) -> jax.ShapeDtypeStruct:
-        if not hasattr(x, "dtype"):
-            x = np.asarray(x) if not isinstance(x, (bool, int, float, complex)) else jnp.asarray(x)
+        if isinstance(x, (bool, int, float, complex)):
+            x = jnp.asarray(x)
+        elif not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+            x = np.asarray(x)  # numpy arrays, and what can be one without a copy (torch tensors)
         dtype = x.dtype
         if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
             dtype = jax.dtypes.canonicalize_dtype(dtype)

@@ -92,6 +92,14 @@ def find_stages(graph: Graph, plan: Plan) -> tuple[tuple[tuple[tuple[int, ...], 
     for n, b in enumerate(home):
         blocks[b].append(n)
     stages = tuple(tuple(tuple(blocks[b]) for b in stage.blocks if blocks[b]) for stage in plan.stages)
+    for index, stage in enumerate(stages):
+        if not stage:
+            raise PlanError(
+                message(
+                    f"stage {index} of the plan has nothing to do in this program.",
+                    hint="make a new plan for this function.",
+                )
+            )
     return stages, same
 
 

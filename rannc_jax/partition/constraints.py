@@ -6,6 +6,7 @@ other; whether any plan satisfies them is the search's business.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any, Literal, Protocol
 
 from rannc_jax.cluster import DeviceSpec
@@ -62,6 +63,8 @@ class Constraints:
         for name in ("replicas", "remat", "cuts", "num_microbatches"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, kind in (("remat", Remat), ("sharding", Sharding)):
+            object.__setattr__(self, name, _as_enum(getattr(self, name), kind))
         _check_values(self)
         _check_not_built(self)
         _check_stage_counts(self)
@@ -122,18 +125,26 @@ class Constraints:
         return merged
 
 
+def _as_enum(value: Any, kind: type[Enum]) -> Any:
+    """The member that a text such as "save_all" names; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_as_enum(item, kind) for item in value)
+    named = {member.value: member for member in kind}
+    return named.get(value, value) if isinstance(value, str) else value
+
+
 def _check_values(constraints: Constraints) -> None:
     """Each value alone."""
     rules: dict[str, tuple[Any, str]] = {
         "num_stages": (_is_count, "a number from 1"),
         "num_microbatches": (_is_count_or_range, "a number from 1, or a range (least, most)"),
         "replicas": (_is_count_or_counts, "a number from 1, or one a stage"),
-        "remat": (_is_remat, "a Remat, or one a stage"),
+        "remat": (_is_remat, "one of " + ", ".join(map(str, Remat)) + ", or one a stage"),
         "schedule": (
             lambda value: isinstance(value, str) or hasattr(value, "name"),
             "a schedule or its name",
         ),
-        "sharding": (lambda value: isinstance(value, Sharding), "a Sharding"),
+        "sharding": (lambda value: isinstance(value, Sharding), "one of " + ", ".join(map(str, Sharding))),
         "offload": (lambda value: isinstance(value, bool), "True or False"),
         "memory_limit_bytes": (_is_count, "a number of bytes from 1"),
         "memory_margin": (lambda value: isinstance(value, int | float) and 0 <= value < 1, "in [0, 1)"),

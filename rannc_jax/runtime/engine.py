@@ -20,7 +20,7 @@ from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.align import Aligned, align
 from rannc_jax.ir.batch import Coupling, CouplingKind, Dependence, LossKind, RowLayout
-from rannc_jax.ir.example import Example, Subject, abstract, make_example
+from rannc_jax.ir.example import Example, Subject, abstract, make_example, path_leaves
 from rannc_jax.ir.graph import Graph, build_graph
 from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.ir.trace import trace
@@ -116,7 +116,7 @@ class Engine:
 
     def prepared(self, batch: Any, batch_grads: frozenset[int] = frozenset()) -> Prepared:
         """The lowered form for a batch of this shape."""
-        shapes = abstract(batch)
+        shapes = self._as_planned(abstract(batch))
         key = (_signature(shapes), batch_grads)
         if key not in self._prepared:
             if len(self._prepared) == _SHAPES_BEFORE_WARNING:
@@ -127,6 +127,27 @@ class Engine:
                 )
             self._prepared[key] = self._prepare(shapes, batch_grads)
         return self._prepared[key]
+
+    def _as_planned(self, shapes: Any) -> Any:
+        """The shapes of a batch with the dtypes that were planned: arrays are cast when they are placed."""
+        leaves, tree = jax.tree.flatten(shapes)
+        if tree != jax.tree.structure(self.example.batch):
+            return shapes  # said to the user when the example for it is made
+        planned = jax.tree.leaves(self.example.batch)
+        paths, _ = path_leaves(shapes)
+        for path, leaf, wanted in zip(paths, leaves, planned, strict=True):
+            if leaf.dtype != wanted.dtype and not jnp.can_cast(leaf.dtype, wanted.dtype, "same_kind"):
+                raise TraceError(
+                    message(
+                        f"{path} has another dtype than planned.",
+                        f"got {leaf.dtype}, expected {wanted.dtype}",
+                        hint="cast it, or make another step for batches of this dtype.",
+                    )
+                )
+        return tree.unflatten(
+            jax.ShapeDtypeStruct(leaf.shape, wanted.dtype)
+            for leaf, wanted in zip(leaves, planned, strict=True)
+        )
 
     def _example_for(self, shapes: Any) -> Example:
         example = self.example
@@ -389,6 +410,8 @@ def spread_of(graph: Graph, replicas: Sequence[int]) -> Spread:
         return Spread.PER_REPLICA
     if info.couplings or info.unspreadable:
         return Spread.SHARDED
+    if info.loss is not None and info.loss.kind is LossKind.MEAN_OF_MEANS:
+        return Spread.SHARDED  # it is the mean over microbatches, whatever the replicas
     for k, leaf in enumerate(graph.program.outputs):
         v = graph.program.output_ids()[k]
         if v is None or leaf.kind in (OutputKind.LOSS, OutputKind.WEIGHT):

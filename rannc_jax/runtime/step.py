@@ -136,6 +136,13 @@ class Step:
             PlanError: nothing fits, or the plan belongs to another model.
         """
         d = self._defaults
+        if args and not self._who.spread:
+            raise TraceError(
+                message(
+                    f"init takes params and one batch, got {len(args)} more arguments.",
+                    hint="put what the loss reads into one pytree: init(params, (x, y)).",
+                )
+            )
         params = d.params if params is None else params
         batch = d.batch if batch is None else ((batch, *args) if self._who.spread else batch)
         frozen = d.frozen if frozen is None and "frozen" in self._declared.takes else frozen
@@ -143,9 +150,7 @@ class Step:
             d.model_state if model_state is None and "model_state" in self._declared.takes else model_state
         )
         self._who = self._declared.with_given(frozen=frozen, model_state=model_state, rng=rng)
-        if params is not None and any(
-            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)
-        ):
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             raise TraceError(
                 message(
                     "init needs arrays for the parameters, not shapes.",
@@ -446,6 +451,13 @@ class Step:
         self._refuse_tracers((state, batch))
         if self._engine is None:
             raise PlanError(message("the step has no state yet.", hint="state = step.init(params, batch)."))
+        if not isinstance(state, TrainState):
+            raise TraceError(
+                message(
+                    f"the first argument of a step is its state, got {type(state).__name__}.",
+                    hint="state, out = step(state, batch).",
+                )
+            )
         leaves = jax.tree.leaves((state.params, state.opt_state))
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             raise RuntimeFailure(
@@ -495,21 +507,49 @@ class Step:
         assert self._cut is not None
         owner = self._home.table.owner
 
-        def laid(tree: Any, stages: Sequence[int]) -> Any:
+        def laid(tree: Any, stages: Sequence[int], like: Any, name: str) -> Any:
             leaves, treedef = jax.tree.flatten(tree)
+            self._check_like(tree, like, name)
             pairs = zip(leaves, stages, strict=True)
             return treedef.unflatten([settled(leaf, self._meshes[stage]) for leaf, stage in pairs])
 
         return state.replace(
-            params=laid(state.params, [owner[v] for v in self._ids(Role.PARAM)]),
-            opt_state=laid(state.opt_state, self._cut.state_owner),
+            params=laid(state.params, [owner[v] for v in self._ids(Role.PARAM)], self._cut.params, "params"),
+            opt_state=laid(state.opt_state, self._cut.state_owner, self._cut.state, "opt_state"),
         )
+
+    @staticmethod
+    def _check_like(tree: Any, like: Any, name: str) -> None:
+        """Refuse a tree that a user has put into the state with another structure, shape or dtype."""
+        if jax.tree.structure(tree) != jax.tree.structure(like):
+            raise TraceError(
+                message(
+                    f"state.{name} has another structure than at init.",
+                    f"got {jax.tree.structure(tree)}",
+                    f"expected {jax.tree.structure(like)}",
+                )
+            )
+        for leaf, wanted in zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
+            if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:
+                path = next(
+                    path
+                    for path, x, y in zip(
+                        path_leaves(tree, name)[0], jax.tree.leaves(tree), jax.tree.leaves(like), strict=True
+                    )
+                    if x is leaf and y is wanted
+                )
+                raise TraceError(
+                    message(
+                        f"state.{path} has another shape or dtype than at init.",
+                        f"got {leaf.dtype}{list(leaf.shape)}, expected {wanted.dtype}{list(wanted.shape)}",
+                    )
+                )
 
     def _at_home(self, prepared: Prepared, env: dict[Any, Any]) -> list[Any]:
         """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
         assert self._home is not None
         owner, meshes = self._home.table.owner, self._meshes
-        if prepared.table.owner == owner:
+        if prepared.table.owner == owner and prepared.layout.meshes == meshes:
             return [env["grad", v] for v in self._ids(Role.PARAM)]
         return [move([env["grad", v]], [None], meshes[owner[v]])[0] for v in self._ids(Role.PARAM)]
 
