@@ -7,6 +7,7 @@ one. A custom autograd.Function is refused, since its backward cannot be recover
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,9 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
     Raises:
         BridgeError: what torch.export cannot follow, with the user's source line and the way out.
     """
-    with torch.enable_grad(), _no_custom_autograd():
+    with torch.enable_grad(), _no_custom_autograd(), warnings.catch_warnings():
+        # Recurrent layers list their own parameters a second time, which torch puts back itself.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
         try:
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
         except BridgeError:

@@ -120,3 +120,8 @@ def cat(tensors: Sequence[Any], dim: int) -> Any:
 @lowering(prims.rev.default)
 def rev(x: Any, dims: Sequence[int]) -> Any:
     return jnp.flip(x, tuple(dims))
+
+
+@lowering(prims.conj_physical.default)
+def conj_physical(x: Any) -> Any:
+    return jnp.conj(x)
