@@ -134,3 +134,19 @@ def test_counts_and_middles_match_torch() -> None:
         },
         [x, holes, whole],
     )
+
+
+def test_bessel_functions_match_torch_near_and_far() -> None:
+    x = torch.tensor([0.0, 1e-3, 0.1, 0.7, 1.0, 2.5, 5.0, 9.0, 20.0, 24.9, 25.1, 40.0])
+    names = """bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1
+        scaled_modified_bessel_k0 scaled_modified_bessel_k1""".split()
+    assert_same_functions(
+        {name: (lambda x, name=name: getattr(torch.special, name)(x.detach())) for name in names},
+        [x],
+        tolerance=1e-4,
+    )
+
+
+def test_erfcx_matches_torch_where_its_factors_overflow() -> None:
+    x = torch.tensor([-3.0, -0.5, 0.0, 0.3, 2.0, 9.0, 12.0, 80.0])
+    assert_same_functions({"erfcx": torch.special.erfcx}, [x])

@@ -2,6 +2,7 @@
 
 from torch_bridge.lowerings import activation as activation
 from torch_bridge.lowerings import attention as attention
+from torch_bridge.lowerings import bessel as bessel
 from torch_bridge.lowerings import convolution as convolution
 from torch_bridge.lowerings import creation as creation
 from torch_bridge.lowerings import elementwise as elementwise
