@@ -113,6 +113,8 @@ def test_writes_at_places_that_data_names_match_torch() -> None:
             "put": lambda x, s, m, i: x.put(i, s[:4].reshape(2, 2)),
             "put accumulate": lambda x, s, m, i: x.put(i, s[:4].reshape(2, 2), accumulate=True),
             "as_strided": lambda x, s, m, i: torch.as_strided(x, (2, 3), (3, 2), 1),
+            "diagonal_scatter": lambda x, s, m, i: x.diagonal_scatter(s[:3], 1),
+            "meshgrid of a scalar": lambda x, s, m, i: torch.meshgrid(s[0], s[:3], indexing="xy"),
             "nonzero_static": lambda x, s, m, i: torch.nonzero_static(m, size=10),
         },
         [x, source, mask, index],
@@ -150,3 +152,12 @@ def test_bessel_functions_match_torch_near_and_far() -> None:
 def test_erfcx_matches_torch_where_its_factors_overflow() -> None:
     x = torch.tensor([-3.0, -0.5, 0.0, 0.3, 2.0, 9.0, 12.0, 80.0])
     assert_same_functions({"erfcx": torch.special.erfcx}, [x])
+
+
+def test_polygamma_keeps_its_digits_at_negative_numbers() -> None:
+    x = torch.tensor([-8.4784, -3.3, -1.2, 0.3, 2.0, 15.0])
+    assert_same_functions(
+        {f"polygamma {n}": (lambda x, n=n: torch.polygamma(n, x)) for n in (0, 1, 2, 3)},
+        [x],
+        tolerance=1e-4,
+    )

@@ -146,3 +146,11 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 @lowering(aten.nonzero_static.default)
 def nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
     return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), -1)
+
+
+@lowering(aten.diagonal_scatter.default)
+def diagonal_scatter(x: Any, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    moved = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    steps = jnp.arange(source.shape[-1])
+    place = moved.at[..., steps + max(-offset, 0), steps + max(offset, 0)]
+    return jnp.moveaxis(place.set(source), (-2, -1), (dim1, dim2))

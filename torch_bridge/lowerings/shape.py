@@ -332,12 +332,12 @@ def diag_embed(x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
 
 @lowering(aten.meshgrid.indexing)
 def meshgrid(tensors: Sequence[Any], *, indexing: str = "ij") -> tuple[Any, ...]:
-    return tuple(jnp.meshgrid(*tensors, indexing=indexing))
+    return tuple(jnp.meshgrid(*map(jnp.atleast_1d, tensors), indexing=indexing))
 
 
 @lowering(aten.meshgrid.default)
 def meshgrid_ij(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(jnp.meshgrid(*tensors, indexing="ij"))
+    return meshgrid(tensors)
 
 
 @lowering(aten.broadcast_tensors.default)

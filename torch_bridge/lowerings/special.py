@@ -1,8 +1,10 @@
 """Special functions: orthogonal polynomials by their recurrences, and incomplete gamma and zeta."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
 import torch
@@ -69,6 +71,54 @@ _polynomial(
 )
 
 
+@jax.custom_jvp
+def zeta(s: Any, q: Any) -> Any:
+    """Hurwitz zeta; JAX's loses its digits at negative q, so the terms below zero are summed here."""
+    s, q = jnp.broadcast_arrays(s, q)
+    below = jnp.maximum(jnp.ceil(-q), 0)
+    most = jnp.max(below, initial=0)
+
+    def add(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        k, total = state
+        term = jnp.where(k < below, jnp.power(q + k, -s), 0)
+        return k + 1, total + term
+
+    start = (jnp.zeros((), q.dtype), jnp.zeros_like(q))
+    _, total = lax.while_loop(lambda state: state[0] < most, add, start)
+    return total + jsp.zeta(s, q + below)
+
+
+@zeta.defjvp
+def _zeta_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """torch too has the derivative by q alone."""
+    s, q = primals
+    return zeta(s, q), -s * zeta(s + 1, q) * tangents[1]
+
+
+@jax.custom_jvp
+def _digamma(x: Any) -> Any:
+    return jsp.digamma(x)
+
+
+@_digamma.defjvp
+def _digamma_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,) = primals
+    return _digamma(x), zeta(jnp.full_like(x, 2), x) * tangents[0]
+
+
+@lowering(aten.digamma.default, torch.ops.prims.digamma.default)
+def digamma(x: Any) -> Any:
+    return _digamma(floating(x))
+
+
+@lowering(aten.polygamma.default)
+def polygamma(n: int, x: Any) -> Any:
+    x = floating(x)
+    if n == 0:
+        return _digamma(x)
+    return (-1) ** (n + 1) * math.factorial(n) * zeta(jnp.asarray(n + 1.0, x.dtype), x)
+
+
 def _of_two(op: Any, function: Callable[[Any, Any], Any]) -> None:
     def lowered(a: Any, b: Any) -> Any:
         a, b = promote(a, b)
@@ -79,9 +129,9 @@ def _of_two(op: Any, function: Callable[[Any, Any], Any]) -> None:
 
 _of_two(aten.igamma.default, jsp.gammainc)
 _of_two(aten.igammac.default, jsp.gammaincc)
-_of_two(aten.special_zeta.default, jsp.zeta)
-_of_two(aten.special_zeta.other_scalar, jsp.zeta)
-_of_two(aten.special_zeta.self_scalar, jsp.zeta)
+_of_two(aten.special_zeta.default, zeta)
+_of_two(aten.special_zeta.other_scalar, zeta)
+_of_two(aten.special_zeta.self_scalar, zeta)
 
 lowering(aten.special_modified_bessel_i0.default)(lambda x: jsp.i0(floating(x)))
 lowering(aten.special_modified_bessel_i1.default)(lambda x: jsp.i1(floating(x)))
