@@ -161,3 +161,22 @@ def test_polygamma_keeps_its_digits_at_negative_numbers() -> None:
         [x],
         tolerance=1e-4,
     )
+
+
+def test_pooling_over_uneven_windows_matches_torch() -> None:
+    x, cube = seeded((2, 3, 7, 9), (2, 2, 5, 6, 7))
+    share = torch.rand(2, 3, 2, generator=torch.Generator().manual_seed(1))
+    share3 = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(2))
+    pool2, pool3 = torch.nn.functional.adaptive_max_pool2d, torch.nn.functional.adaptive_max_pool3d
+    aten = torch.ops.aten
+    assert_same_functions(
+        {
+            "adaptive": lambda x, c, a, b: pool2(x, (3, 4), return_indices=True),
+            "adaptive of a cube": lambda x, c, a, b: pool3(c, (2, 4, 3), return_indices=True),
+            "fractional": lambda x, c, a, b: aten.fractional_max_pool2d(x, [2, 3], [4, 5], a.detach()),
+            "fractional of a cube": lambda x, c, a, b: aten.fractional_max_pool3d(
+                c, [2, 2, 3], [3, 4, 1], b.detach()
+            ),
+        },
+        [x, cube, share, share3],
+    )

@@ -22,3 +22,4 @@ from torch_bridge.lowerings import scatter as scatter
 from torch_bridge.lowerings import shape as shape
 from torch_bridge.lowerings import sorting as sorting
 from torch_bridge.lowerings import special as special
+from torch_bridge.lowerings import uneven_pooling as uneven_pooling
