@@ -180,3 +180,20 @@ def test_pooling_over_uneven_windows_matches_torch() -> None:
         },
         [x, cube, share, share3],
     )
+
+
+def test_margin_losses_match_torch_in_every_reduction() -> None:
+    a, b = seeded((5, 4), (5, 4))
+    target = torch.tensor([[1.0, -1.0, -1.0, 1.0]] * 5)
+    functional = torch.nn.functional
+    cases = {}
+    for way in ("none", "mean", "sum"):
+        cases |= {
+            f"ranking {way}": lambda a, b, t, way=way: functional.margin_ranking_loss(
+                a, b, t.detach(), 0.3, reduction=way
+            ),
+            f"hinge {way}": lambda a, b, t, way=way: functional.hinge_embedding_loss(
+                a, t.detach(), 0.5, reduction=way
+            ),
+        }
+    assert_same_functions(cases, [a, b, target])
