@@ -197,3 +197,26 @@ def test_margin_losses_match_torch_in_every_reduction() -> None:
             ),
         }
     assert_same_functions(cases, [a, b, target])
+
+
+def test_unpooling_overlapping_windows_gives_every_value_the_gradient() -> None:
+    (x,) = seeded((2, 3, 6, 6))
+    functional = torch.nn.functional
+
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        values, places = functional.max_pool2d(x, 3, stride=1, return_indices=True)
+        return functional.max_unpool2d(values, places, 3, stride=1)
+
+    assert_same_functions({"overlapping": round_trip}, [x])
+
+
+def test_negative_padding_cuts_what_positive_padding_has_made() -> None:
+    (x,) = seeded((2, 3, 6))
+    functional = torch.nn.functional
+    assert_same_functions(
+        {
+            "replicate": lambda x: functional.pad(x, (-6, 8), "replicate"),
+            "reflect": lambda x: functional.pad(x, (-2, 3), "reflect"),
+        },
+        [x],
+    )

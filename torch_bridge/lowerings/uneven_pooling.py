@@ -1,10 +1,11 @@
-"""Max pooling over windows that are not evenly spaced: adaptive and fractional.
+"""Max pooling over windows that are not evenly spaced (adaptive and fractional), and its inverse.
 
 Every window is gathered at the width of the widest; what lies beyond a narrower one does not count.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,3 +88,28 @@ def _fractional_starts(sample: Any, size: int, windows: int, kernel: int) -> Any
     steps = jnp.arange(windows - 1)
     starts = jnp.trunc((steps + sample) * alpha) - jnp.trunc(sample * alpha)
     return jnp.concatenate([starts.astype(last.dtype), last])
+
+
+@lowering(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def max_unpool(x: Any, indices: Any, output_size: Sequence[int], *_: Any) -> Any:
+    """Puts every value back where it came from, zeros elsewhere."""
+    rank = len(output_size)
+    lead = x.shape[: x.ndim - rank]
+    flat = (math.prod(lead), math.prod(x.shape[x.ndim - rank :]))
+    out = _placed(x.reshape(flat), indices.reshape(flat), math.prod(output_size))
+    return out.reshape(*lead, *output_size)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _placed(x: Any, places: Any, size: int) -> Any:
+    rows = jnp.arange(x.shape[0])[:, None]
+    return jnp.zeros((x.shape[0], size), x.dtype).at[rows, places].set(x)
+
+
+@_placed.defjvp
+def _placed_jvp(size: int, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Where windows overlap, torch gives the place's gradient to every value that names it."""
+    x, places = primals
+    rows = jnp.arange(x.shape[0])[:, None]
+    moved = jnp.zeros((x.shape[0], size), x.dtype).at[rows, places].add(tangents[0])
+    return _placed(x, places, size), moved
