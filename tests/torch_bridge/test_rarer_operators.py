@@ -205,7 +205,7 @@ def test_unpooling_overlapping_windows_gives_every_value_the_gradient() -> None:
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         values, places = functional.max_pool2d(x, 3, stride=1, return_indices=True)
-        return functional.max_unpool2d(values, places, 3, stride=1)
+        return functional.max_unpool2d(values, places, (3, 3), stride=(1, 1))
 
     assert_same_functions({"overlapping": round_trip}, [x])
 
