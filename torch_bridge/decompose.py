@@ -4,13 +4,14 @@ What remains without one is reported with operator, module path and source line.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
 
+from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings import registry
 
 # Checks of values and of symbolic sizes: they compute nothing.
@@ -24,6 +25,8 @@ IGNORED = {
     torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
 }
+
+_OPENED_BY_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default}
 
 
 def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -51,6 +54,8 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     """torch's decomposition of one overload: from its table, or its composite kernel."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
+    if op in _OPENED_BY_STRIDES:
+        return _strided
     if op in decomposition_table:
         return decomposition_table[op]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -59,3 +64,21 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     kernel = op.py_kernels.get(composite)
     # Not op.decompose: while decomposing, the operator's own entry is the function returned here.
     return kernel if callable(kernel) else partial(op._op_dk, composite)
+
+
+def _strided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """A view of the storage as a gather, which is the same where x fills its storage in reading order."""
+    if not x.is_contiguous() or x.storage_offset() != 0:
+        raise BridgeError(
+            message(
+                "as_strided reads the memory of a tensor that is itself a view.",
+                f"strides of the tensor: {tuple(x.stride())}, offset {x.storage_offset()}",
+                hint="call .contiguous() first, or write the view with reshape, permute, unfold or slicing",
+            )
+        )
+    index = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
+    for length, step in zip(size, stride, strict=True):
+        index = index.unsqueeze(-1) + torch.arange(length, device=x.device) * step
+    return torch.take(x, index)

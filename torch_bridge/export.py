@@ -108,6 +108,8 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
     with torch.enable_grad(), _no_custom_autograd(), warnings.catch_warnings():
         # torch.export deprecates parts of itself while it runs; nothing a user could change.
         warnings.simplefilter("ignore", FutureWarning)
+        # Recurrent layers list their own parameters a second time, which torch puts back itself.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
         try:
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
         except BridgeError:

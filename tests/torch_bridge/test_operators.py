@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -372,6 +373,7 @@ LOSSES: Cases = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 def test_losses_match_torch() -> None:
     x, y = seeded((6, 4), (6, 4))
     assert_same_functions(LOSSES, [x, y, torch.tensor([0, 1, 2, 3, 2, 1])])

@@ -103,7 +103,6 @@ for _op, _function in (
     (aten.erfc, jsp.erfc),
     (aten.erfinv, jsp.erfinv),
     (aten.lgamma, jsp.gammaln),
-    (aten.digamma, jsp.digamma),
     (aten.i0, jsp.i0),
     (aten.special_i0e, jsp.i0e),
     (aten.special_i1, jsp.i1),
@@ -321,11 +320,6 @@ def logit(x: Any, eps: float | None = None) -> Any:
 @lowering(aten.angle.default)
 def angle(x: Any) -> Any:
     return jnp.angle(floating(x))
-
-
-@lowering(aten.polygamma.default)
-def polygamma(n: int, x: Any) -> Any:
-    return jsp.polygamma(n, floating(x))
 
 
 @lowering(aten.frexp.Tensor)

@@ -174,3 +174,15 @@ def poisson_nll_loss(x: Any, target: Any, log_input: bool, is_full: bool, eps: f
         stirling = target * jnp.log(target) - target + 0.5 * jnp.log(2 * math.pi * target)
         loss = loss + jnp.where(target > 1, stirling, jnp.zeros_like(target))
     return reduced(loss, reduction)
+
+
+@lowering(aten.margin_ranking_loss.default)
+def margin_ranking_loss(a: Any, b: Any, target: Any, margin: float = 0.0, reduction: int = MEAN) -> Any:
+    return reduced(jax.nn.relu(-target * (a - b) + margin), reduction)
+
+
+@lowering(aten.hinge_embedding_loss.default)
+def hinge_embedding_loss(x: Any, target: Any, margin: float = 1.0, reduction: int = MEAN) -> Any:
+    """Targets are 1 (the distance itself) or -1 (what it lacks to the margin)."""
+    far = jnp.where(target != 1, jax.nn.relu(margin - x), 0)
+    return reduced(far + jnp.where(target != -1, x, 0), reduction)

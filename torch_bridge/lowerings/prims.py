@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 # prim -> the aten overload that means the same.
 _SAME = {
-    "default": """abs acos acosh asin asinh atan atanh ceil cos cosh digamma erf erfc erf_inv exp exp2 expm1
+    "default": """abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc erf_inv exp exp2 expm1
         floor isfinite lgamma log log10 log1p log2 neg reciprocal round rsqrt sign signbit sin sinh sqrt tan
         tanh trunc atan2 gcd hypot logical_and maximum minimum nextafter""",
     "Tensor": """add sub mul div remainder fmod eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor""",
@@ -120,3 +120,8 @@ def cat(tensors: Sequence[Any], dim: int) -> Any:
 @lowering(prims.rev.default)
 def rev(x: Any, dims: Sequence[int]) -> Any:
     return jnp.flip(x, tuple(dims))
+
+
+@lowering(prims.conj_physical.default)
+def conj_physical(x: Any) -> Any:
+    return jnp.conj(x)

@@ -265,8 +265,10 @@ def _mode_pad(x: Any, pad: Sequence[int], mode: str) -> Any:
         before, after = pad[2 * i], pad[2 * i + 1]
         dim = x.ndim - 1 - i
         widths[dim] = (max(before, 0), max(after, 0))
-        cuts[dim] = slice(max(-before, 0), x.shape[dim] + min(after, 0))
-    return jnp.pad(x[tuple(cuts)], widths, mode=mode)
+        length = widths[dim][0] + x.shape[dim] + widths[dim][1]
+        cuts[dim] = slice(max(-before, 0), length + min(after, 0))
+    # Cut last: what is padded mirrors the whole of x.
+    return jnp.pad(x, widths, mode=mode)[tuple(cuts)]
 
 
 @lowering(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
@@ -332,12 +334,12 @@ def diag_embed(x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
 
 @lowering(aten.meshgrid.indexing)
 def meshgrid(tensors: Sequence[Any], *, indexing: str = "ij") -> tuple[Any, ...]:
-    return tuple(jnp.meshgrid(*tensors, indexing=indexing))
+    return tuple(jnp.meshgrid(*map(jnp.atleast_1d, tensors), indexing=indexing))
 
 
 @lowering(aten.meshgrid.default)
 def meshgrid_ij(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(jnp.meshgrid(*tensors, indexing="ij"))
+    return meshgrid(tensors)
 
 
 @lowering(aten.broadcast_tensors.default)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -61,6 +62,42 @@ def median_dim(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
 @lowering(aten.median.default)
 def median(x: Any) -> Any:
     return median_dim(x.reshape(-1), 0)[0]
+
+
+@lowering(aten.nanmedian.dim)
+def nanmedian_dim(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    """The lower of the two middle values of what is not NaN; NaN sorts last."""
+    if not x.ndim:
+        return x, jnp.zeros((), jax_dtype(torch.int64))
+    count = jnp.sum(~jnp.isnan(x), dim, keepdims=True)
+    rank = jnp.maximum((count - 1) // 2, 0)
+    index = jnp.take_along_axis(_order(x, dim, False), rank, dim)
+    values = jnp.take_along_axis(x, index, dim)
+    return (values, index) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(index, dim))
+
+
+@lowering(aten.nanmedian.default)
+def nanmedian(x: Any) -> Any:
+    return nanmedian_dim(x.reshape(-1), 0)[0]
+
+
+@lowering(aten.mode.default)
+def mode(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    """The commonest value along a dim, the least of several, and the last position that holds it."""
+    if not x.ndim:
+        return x, jnp.zeros((), jax_dtype(torch.int64))
+    moved = jnp.moveaxis(x, dim, -1)
+    order = jnp.argsort(lax.stop_gradient(moved), -1, stable=True)
+    ranked = jnp.take_along_axis(lax.stop_gradient(moved), order, -1)
+    starts = jax.vmap(lambda row: jnp.searchsorted(row, row, side="left"))
+    ends = jax.vmap(lambda row: jnp.searchsorted(row, row, side="right"))
+    rows = ranked.reshape(-1, ranked.shape[-1])
+    best = jnp.argmax((ends(rows) - starts(rows)), -1)
+    last = jnp.take_along_axis(ends(rows), best[:, None], -1) - 1
+    index = jnp.take_along_axis(order, last.reshape(*order.shape[:-1], 1), -1)
+    index = jnp.moveaxis(index, -1, dim)
+    values = jnp.take_along_axis(x, index, dim)
+    return (values, index) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(index, dim))
 
 
 def _at_rank(x: Any, rank: int, dim: int, keepdim: bool) -> tuple[Any, Any]:

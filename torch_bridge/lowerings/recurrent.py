@@ -1,0 +1,150 @@
+"""LSTM, GRU and plain recurrent layers: one scan over time a layer and direction.
+
+The input's projection is one product for all steps, outside the scan. Parameters come in torch's order:
+for every layer, forward then backward, (weight_ih, weight_hh[, bias_ih, bias_hh][, weight_hr]).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_bridge.lowerings.matmul import contract, linear
+from torch_bridge.lowerings.registry import lowering
+
+aten = torch.ops.aten
+# (state, projected input of one step, weights of the layer) -> (new state, output of the step)
+Cell = Callable[[tuple[Any, ...], Any, Sequence[Any]], tuple[tuple[Any, ...], Any]]
+
+
+def _recur(hidden: Any, weights: Sequence[Any]) -> Any:
+    bias = weights[3] if len(weights) >= 4 else None
+    return linear(hidden, weights[1], bias)
+
+
+def _lstm_cell(state: tuple[Any, ...], projected: Any, weights: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    hidden, cell = state
+    gates = projected + _recur(hidden, weights)
+    enter, forget, candidate, leave = jnp.split(gates, 4, -1)
+    cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
+    hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+    if len(weights) in (3, 5):  # projections
+        hidden = contract(hidden, weights[-1], (hidden.ndim - 1,), (1,))
+    return (hidden, cell), hidden
+
+
+def _gru_cell(state: tuple[Any, ...], projected: Any, weights: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    (hidden,) = state
+    reset_x, update_x, new_x = jnp.split(projected, 3, -1)
+    reset_h, update_h, new_h = jnp.split(_recur(hidden, weights), 3, -1)
+    update = jax.nn.sigmoid(update_x + update_h)
+    new = jnp.tanh(new_x + jax.nn.sigmoid(reset_x + reset_h) * new_h)
+    hidden = (1 - update) * new + update * hidden
+    return (hidden,), hidden
+
+
+def _plain_cell(activation: Callable[[Any], Any]) -> Cell:
+    def cell(state: tuple[Any, ...], projected: Any, weights: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+        hidden = activation(projected + _recur(state[0], weights))
+        return (hidden,), hidden
+
+    return cell
+
+
+def _direction(
+    cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool
+) -> tuple[Any, Any]:
+    """x `[time, ..., in]` -> (output `[time, ..., hidden]`, last state)."""
+    projected = linear(x, weights[0], weights[2] if len(weights) >= 4 else None)
+    last, out = lax.scan(lambda s, p: cell(s, p, weights), state, projected, reverse=reverse)
+    return out, last
+
+
+def _layers(
+    cell: Cell,
+    x: Any,
+    states: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    bidirectional: bool,
+    batch_first: bool,
+    rng: Any,
+) -> tuple[Any, ...]:
+    """(output, *last states), each state `[layers * directions, ..., width]`."""
+    x = jnp.swapaxes(x, 0, 1) if batch_first else x
+    directions = 2 if bidirectional else 1
+    size = len(params) // (num_layers * directions)
+    assert has_biases == (size >= 4), "torch's flat list of parameters"
+    ends = []
+    for layer in range(num_layers):
+        if layer and rng is not None:
+            kept = jax.random.bernoulli(jax.random.fold_in(rng, layer), 1.0 - dropout, x.shape)
+            x = jnp.where(kept, x / (1.0 - dropout), jnp.zeros_like(x))
+        outputs = []
+        for reverse in range(directions):
+            index = layer * directions + reverse
+            start = tuple(state[index] for state in states)
+            out, end = _direction(cell, x, start, params[index * size : (index + 1) * size], bool(reverse))
+            outputs.append(out)
+            ends.append(end)
+        x = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, -1)
+    x = jnp.swapaxes(x, 0, 1) if batch_first else x
+    return (x, *(jnp.stack(parts) for parts in zip(*ends, strict=True)))
+
+
+def _drops(
+    _x: Any, _hx: Any, _params: Any, _biases: bool, layers: int, dropout: float, train: bool, *_: Any
+) -> bool:
+    return train and dropout > 0.0 and layers > 1
+
+
+@lowering(aten.lstm.input, random=_drops)
+def lstm(
+    x: Any,
+    hx: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    *,
+    rng: Any = None,
+) -> tuple[Any, ...]:
+    del train  # in eval mode there is no key
+    return _layers(
+        _lstm_cell, x, hx, params, has_biases, num_layers, dropout, bidirectional, batch_first, rng
+    )
+
+
+def _single_state(cell: Cell) -> Callable[..., tuple[Any, ...]]:
+    def layers(
+        x: Any,
+        hx: Any,
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        *,
+        rng: Any = None,
+    ) -> tuple[Any, ...]:
+        del train
+        return _layers(
+            cell, x, (hx,), params, has_biases, num_layers, dropout, bidirectional, batch_first, rng
+        )
+
+    return layers
+
+
+lowering(aten.gru.input, random=_drops)(_single_state(_gru_cell))
+lowering(aten.rnn_tanh.input, random=_drops)(_single_state(_plain_cell(jnp.tanh)))
+lowering(aten.rnn_relu.input, random=_drops)(_single_state(_plain_cell(jax.nn.relu)))
