@@ -151,6 +151,8 @@ def _on_one_device(tree: Any) -> Any:
     device = jax.local_devices()[0]
 
     def leaf(x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer):
+            return x  # under jit the caller has brought everything to one device
         if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = jax.device_put(np.asarray(jax.random.key_data(x)), device)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -435,9 +435,19 @@ class Step:
     def reference(self, state: TrainState, batch: Batch, *, rng: Any = None) -> tuple[TrainState, LossOut]:
         """The same step as one unpartitioned pure function: the oracle.
 
-        Everything is gathered on one device; the microbatches are run one after another.
+        Everything is gathered on one device; the microbatches are run one after another. Under jit hand it
+        a gathered state: `jax.jit(step.reference)(step.gather(state), batch)`.
+
+        Raises:
+            PlanError: before `init`.
+            TraceError: there is no optimizer (call the function itself).
         """
-        assert self._engine is not None
+        if self._engine is None:
+            raise PlanError(message("the step has no state yet.", hint="state = step.init(params, batch)."))
+        if self._optimizer is None:
+            raise TraceError(
+                message("a step without an optimizer has no reference.", hint="call the function.")
+            )
         prepared = self._engine.prepared(batch)
         return reference_step(self._who, self._optimizer, prepared, state, batch, rng)
 

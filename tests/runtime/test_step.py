@@ -506,3 +506,10 @@ def test_inference_with_a_key():
     state = infer.init(params, x, rng=jax.random.key(0))
     out: Any = infer(state, x, rng=jax.random.key(5))
     assert_close(out, apply(params, x, rng=jax.random.fold_in(jax.random.key(5), 0)))
+
+
+def test_the_reference_may_be_jitted_on_a_gathered_state():
+    step, state = train(loss_fn, layers(), rows(), num_stages=2, num_microbatches=2, donate=False)
+    plain, out = step.reference(state, rows())
+    jitted, same = jax.jit(step.reference)(step.gather(state), rows())
+    assert_close((jitted.params, same.loss), (plain.params, out.loss))
