@@ -4,9 +4,9 @@ import itertools
 import random
 
 import networkx as nx
-from random_cases import random_table
 
 from rannc_jax.partition.order import ideals, members, orders
+from tests.partition.random_cases import random_table
 
 
 def test_ideals_are_the_sets_closed_under_predecessors():

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from random_cases import cluster, device, uniform
 
 from rannc_jax.cluster import DeviceGroup, LinkSpec
 from rannc_jax.contract import Remat, Sharding
@@ -15,6 +14,7 @@ from rannc_jax.partition.manual import resolve_cuts
 from rannc_jax.partition.search import search
 from rannc_jax.plan import Crossing, Tie
 from rannc_jax.schedule import Forward, GPipe, OneFOneB, simulate
+from tests.partition.random_cases import cluster, device, uniform
 
 MIB = 2**20
 

@@ -3,8 +3,6 @@
 import math
 
 import pytest
-from brute_force import BOTH, best_step
-from random_cases import random_problem
 
 from rannc_jax.contract import Remat
 from rannc_jax.errors import PlanError
@@ -12,6 +10,8 @@ from rannc_jax.partition.check import check_decision
 from rannc_jax.partition.constraints import Constraints
 from rannc_jax.partition.search import search
 from rannc_jax.schedule import GPipe, OneFOneB, simulate
+from tests.partition.brute_force import BOTH, best_step
+from tests.partition.random_cases import random_problem
 
 FAST = [range(first, first + 20) for first in range(0, 220, 20)]
 SLOW = [range(first, first + 50) for first in range(1000, 2000, 50)]

@@ -41,7 +41,7 @@ def test_batches_of_other_sizes_are_exact(uneven, count):
     assert_close(out.loss, loss)
     assert_close(step.gather(grads), expected)
     layout = step._engine.prepared(batch).layout
-    assert layout.padded == (count % 2 == 1)
+    assert layout.padded == (count != 16)  # 6 rows, too: two microbatches of 3 do not halve
     assert layout.spread is Spread.PER_REPLICA
 
 
