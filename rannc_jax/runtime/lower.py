@@ -141,7 +141,8 @@ class _Walk:
         if code.seeding.weight is None or code.seeding.divisor is None:
             return ("part_weight", i)
         outputs = self.table.shapes[s].part.outputs
-        self.out.programs["seed"] = code.seed()
+        if "seed" not in self.out.programs:
+            self.out.programs["seed"] = code.seed()
         keys = [("act", outputs[code.seeding.weight], i, s), ("act", outputs[code.seeding.divisor], i, s)]
         self.out.run("seed", s, keys, [("seed", i)])
         return ("seed", i)
