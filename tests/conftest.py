@@ -1,30 +1,18 @@
 """What every test stands on: eight fake CPU devices, quick compiles, one compilation cache.
 
-The environment is set before jax is imported. A value that is already there wins, so one command can
-run the same tests with other settings (`XLA_FLAGS= pytest ...` takes XLA's default flags,
-`JAX_PLATFORMS=cuda pytest -m gpu` a GPU).
-
 Everything under tests/torch_bridge needs PyTorch and is left out where it is not installed; elsewhere a
 test that needs it carries the mark `torch` and imports it inside.
 """
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Tests compile many programs that run once: optimising them costs more than it saves.
-QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+import tests.environment  # noqa: F401 - before jax
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
-
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import jax  # isort: skip
+import pytest
+from hypothesis import settings
 
 # A first call may compile; a test that fails on CI must fail again on a desk.
 settings.register_profile("house", deadline=None, derandomize=True, max_examples=60)

@@ -18,11 +18,14 @@ from tests.parity.oracle import SEED, Outcome, reference
 
 NUM_STEPS = 2
 
+# Float32 is float32, on devices too that would rather multiply in fewer bits.
+jax.config.update("jax_default_matmul_precision", "highest")
+
 # Devices on which a few flops take long and calls and links are free: the planner then balances work, and
 # every stage of these tiny networks gets a share of it.
 _DEVICE = DeviceSpec(
     kind="snail",
-    platform="cpu",
+    platform=jax.default_backend(),
     memory_bytes=2**30,
     flops_per_s={"float32": 1e6},
     bytes_per_s=1e9,
@@ -30,9 +33,8 @@ _DEVICE = DeviceSpec(
     dispatch_s=0.0,
 )
 _LINK = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
-CLUSTER = ClusterSpec(
-    groups=(DeviceGroup(device=_DEVICE, count_per_host=NUM_DEVICES),), intra_host=_LINK, inter_host=_LINK
-)
+_GROUP = DeviceGroup(device=_DEVICE, count_per_host=min(NUM_DEVICES, jax.device_count()))
+CLUSTER = ClusterSpec(groups=(_GROUP,), intra_host=_LINK, inter_host=_LINK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,14 @@
     python -m tests.parity.run --out parity.json
 
 One JSON line a case is appended to the file; cases that are already there are not run again, so the
-command may be stopped and given again at any time.
+command may be stopped and given again at any time. The order is shuffled, always in the same way: a run
+that is stopped has seen something of everything. `--part 2/8` is every eighth case, for eight processes
+with a file each; files joined are a file. `JAX_PLATFORMS=cuda` runs what fits the GPUs that are there.
 """
 
 import argparse
 import json
+import random
 import sys
 import time
 import traceback
@@ -15,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import tests.conftest  # noqa: F401 - sets eight fake devices before jax is imported
+import tests.environment  # noqa: F401 - before jax
 
 import jax  # isort: skip
 import numpy as np
@@ -31,7 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     done = {} if not options.out.exists() else read(options.out)
     kept = {name for name, record in done.items() if not (options.redo_failed and record["problems"])}
-    wanted = [case for case in ALL_CASES if options.only in str(case)]
+    wanted = [case for case in ALL_CASES if options.only in str(case) and fits(case)]
+    random.Random(0).shuffle(wanted)
+    part, parts = options.part
+    wanted = wanted[part - 1 :: parts]
     todo = [case for case in wanted if str(case) not in kept][: options.limit]
     print(f"{len(wanted)} cases, {len(wanted) - len(todo)} there or left out, {len(todo)} to run")
     began = time.perf_counter()
@@ -47,6 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     records = [record for name, record in done.items() if options.only in name]
     print(summary(records))
     return int(any(record["problems"] for record in records))
+
+
+def fits(case: Case) -> bool:
+    """Whether the machine has the devices."""
+    return sum(case.replicas) <= jax.device_count()
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -70,6 +81,7 @@ def run_case(case: Case) -> dict[str, Any]:
 VERSIONS = {
     "python": sys.version.split()[0],
     "jax": jax.__version__,
+    "device": jax.devices()[0].device_kind,
     "numpy": np.__version__,
     "rannc_jax": getattr(rannc_jax, "__version__", "0.1.0"),
 }
@@ -118,8 +130,16 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("parity.json"), help="records are appended here")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--limit", type=int, default=None, help="run at most so many")
+    parser.add_argument("--part", type=_fraction, default=(1, 1), help="K/N: every N-th case from the K-th")
     parser.add_argument("--redo-failed", action="store_true", help="run failed cases again")
     return parser.parse_args(arguments)
+
+
+def _fraction(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part K/N with 1 <= K <= N")
+    return part, parts
 
 
 if __name__ == "__main__":
