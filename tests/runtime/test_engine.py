@@ -263,16 +263,16 @@ def normed(params, batch):
 def test_no_residual_is_a_weight(fn, remat):
     width = 24  # no other value has a weight's shape
     step, _ = train(fn, layers(4, width), rows(8, width), remat=remat, replicas=(2, 1))
-    residuals = [r.shape for code in step._home.table.code for r in code.diff.residuals]
+    residuals = [r.shape for code in step._placement.home.table.code for r in code.diff.residuals]
     assert not [shape for shape in residuals if shape in ((width, width), (width * width,))]
-    given_out = [v for code in step._home.table.code for v in code.shape.part.outputs]
-    assert all(v >= len(step._home.graph.program.inputs) for v in given_out)
+    given_out = [v for code in step._placement.home.table.code for v in code.shape.part.outputs]
+    assert all(v >= len(step._placement.home.graph.program.inputs) for v in given_out)
 
 
 def test_values_are_freed_at_their_last_use():
     step, state = train(loss_fn, layers(), rows(8), num_stages=3, num_microbatches=4, schedule="1f1b")
     step.value_and_grad(state, rows(8))
-    prepared = step._home
+    prepared = step._placement.home
     most = 0
     defined = set(step._engine._given_keys(prepared))
     last = {
@@ -298,7 +298,7 @@ def test_live_arrays_follow_the_list_of_operations():
     step, state = train(loss_fn, layers(3), rows(8), num_microbatches=2)
     batch = rows(8)
     step.value_and_grad(state, batch)
-    engine, prepared = step._engine, step._home
+    engine, prepared = step._engine, step._placement.home
     others = ("param", "part_weight", "step_key", "even", "valid")  # the state's, or kept for the next step
     alive = {key for key in engine._given_keys(prepared) if key[0] not in others}
     expected, counts = [], []

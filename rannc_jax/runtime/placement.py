@@ -1,0 +1,152 @@
+"""Where a step's lasting values live: every leaf of the state is one array on the devices of its stage."""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rannc_jax.ir.roles import Role
+from rannc_jax.runtime.engine import Prepared, settled
+from rannc_jax.runtime.given import check_like
+from rannc_jax.runtime.optimizer import OptimizerCut, init_state
+from rannc_jax.runtime.state import TrainState
+from rannc_jax.runtime.transfer import move, place
+
+
+def shapes_of(params: Any, rng: Any) -> Any:
+    """The parameters as given, or, for an `init_fn(key)`, the shapes of what it makes."""
+    return jax.eval_shape(params, _init_key(rng)) if _is_init(params) else params
+
+
+def _is_init(params: Any) -> bool:
+    """Whether this is a function, and not a pytree that can be called."""
+    return callable(params) and jax.tree_util.all_leaves([params])
+
+
+def _init_key(rng: Any) -> Any:
+    return jax.random.fold_in(rng, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """The homes of parameters, optimizer state and the rest.
+
+    Args:
+        meshes: one a stage.
+        home: the lowering of the batch shape that was planned; its table says who owns what.
+        cut: the optimizer over the stages, None for forward only.
+    """
+
+    meshes: tuple[Mesh, ...]
+    home: Prepared
+    cut: OptimizerCut | None
+
+    def ids(self, role: Role) -> list[int]:
+        """The program's inputs of a role, in the order of the user's leaves."""
+        return [v for v, leaf in enumerate(self.home.graph.program.inputs) if leaf.role is role]
+
+    def paths(self, role: Role) -> list[str]:
+        """Their pytree paths."""
+        return [self.home.graph.program.inputs[v].path for v in self.ids(role)]
+
+    def owners(self, role: Role) -> list[int]:
+        """The stage that owns each of them."""
+        return [self.home.table.owner[v] for v in self.ids(role)]
+
+    def readers(self) -> Mapping[str, Sequence[int]]:
+        """Path of an input -> the stages that hold or read it while training, ascending."""
+        table, inputs = self.home.table, self.home.graph.program.inputs
+        return {
+            inputs[v].path: [s.index for s in table.shapes if v in (*s.params, *s.held, *s.state)] or [owner]
+            for v, owner in table.owner.items()
+        }
+
+    def first_state(
+        self, takes: Container[str], params: Any, *, frozen: Any, model_state: Any, rng: Any
+    ) -> TrainState:
+        """A state before the first step.
+
+        Args:
+            takes: the keywords of the user's function.
+            params: a tree of arrays, or `init_fn(key) -> tree`, called with fold_in(rng, 0).
+            frozen, model_state, rng: as given to `init`.
+        """
+        if _is_init(params):
+            placed = self._made(params, _init_key(rng))
+        else:
+            placed = self._placed(params, Role.PARAM)
+        first = self.meshes[0]
+        return TrainState(
+            params=placed,
+            opt_state=None if self.cut is None else init_state(self.cut, self.meshes, placed, move),
+            model_state=self._placed(model_state, Role.MODEL_STATE) if "model_state" in takes else None,
+            frozen=self._placed(frozen, Role.FROZEN) if "frozen" in takes else None,
+            rng=place([jax.random.fold_in(rng, 1)], [None], first)[0] if "rng" in takes else None,
+            step=place([jnp.int32(0)], [None], first)[0],
+        )
+
+    def _placed(self, tree: Any, role: Role) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        ids, inputs = self.ids(role), self.home.graph.program.inputs
+        return treedef.unflatten(
+            self._by_stage(
+                self.owners(role),
+                lambda mesh, mine: place(
+                    [_as_dtype(leaves[k], inputs[ids[k]].aval.dtype) for k in mine], [None] * len(mine), mesh
+                ),
+            )
+        )
+
+    def _made(self, make: Callable[[Any], Any], key: Any) -> Any:
+        """Make every stage's parameters on its own devices; XLA drops what a stage does not keep."""
+
+        def on_stage(mesh: Mesh, mine: Sequence[int]) -> Sequence[Any]:
+            run = jax.jit(
+                lambda x: [jax.tree.leaves(make(x))[k] for k in mine],
+                out_shardings=NamedSharding(mesh, PartitionSpec()),
+            )
+            return run(place([key], [None], mesh)[0])
+
+        structure = jax.tree.structure(jax.eval_shape(make, key))
+        return structure.unflatten(self._by_stage(self.owners(Role.PARAM), on_stage))
+
+    def _by_stage(
+        self, owners: Sequence[int], make: Callable[[Mesh, Sequence[int]], Sequence[Any]]
+    ) -> list[Any]:
+        """`make` called once a stage, for the positions of the leaves that it owns; all of them in order."""
+        placed: list[Any] = [None] * len(owners)
+        for stage, mesh in enumerate(self.meshes):
+            mine = [k for k, owner in enumerate(owners) if owner == stage]
+            for k, array in zip(mine, make(mesh, mine), strict=True):
+                placed[k] = array
+        return placed
+
+    def settled(self, state: TrainState) -> TrainState:
+        """The state with what the user put in (host arrays from a checkpoint, say) on its stages."""
+        assert self.cut is not None
+
+        def laid(tree: Any, stages: Sequence[int], like: Any, name: str) -> Any:
+            check_like(tree, like, name)
+            leaves, treedef = jax.tree.flatten(tree)
+            pairs = zip(leaves, stages, strict=True)
+            return treedef.unflatten([settled(leaf, self.meshes[stage]) for leaf, stage in pairs])
+
+        return state.replace(
+            params=laid(state.params, self.owners(Role.PARAM), self.cut.params, "params"),
+            opt_state=laid(state.opt_state, self.cut.state_owner, self.cut.state, "opt_state"),
+        )
+
+    def gradients(self, prepared: Prepared, env: Mapping[Any, Any]) -> list[Any]:
+        """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
+        ids, owners = self.ids(Role.PARAM), self.owners(Role.PARAM)
+        if prepared.table.owner == self.home.table.owner and prepared.layout.meshes == self.meshes:
+            return [env["grad", v] for v in ids]
+        pairs = zip(ids, owners, strict=True)
+        return [move([env["grad", v]], [None], self.meshes[stage])[0] for v, stage in pairs]
+
+
+def _as_dtype(value: Any, dtype: Any) -> Any:
+    return value if getattr(value, "dtype", None) == dtype else jnp.asarray(value, dtype)
