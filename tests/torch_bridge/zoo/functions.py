@@ -105,7 +105,7 @@ def _index(x: Any) -> Any:
 def _sort(x: Any) -> Any:
     return (
         x.sort(-1),
-        x.sort(-1, descending=True, stable=True),
+        x.sort(stable=True, dim=-1, descending=True),
         x.topk(3),
         x.topk(3, largest=False, sorted=True),
         x.argsort(-1),

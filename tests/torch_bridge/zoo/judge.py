@@ -83,13 +83,17 @@ def _compared(
     specimen: Specimen, mode: str, module: nn.Module, converted: torch_bridge.JaxModule
 ) -> tuple[list[str], dict[str, Any]]:
     values_only = specimen.random and mode == "train"
-    wanted = runs.in_torch(module, specimen.batch)
+    wanted = runs.in_torch(module, specimen.batch, inputs=specimen.input_gradients)
     got = runs.in_jax(converted, specimen.batch, wanted.keys())
     if values_only:
         return measure.shape_problems(got, wanted), {}
 
     def exact() -> dict[str, Any]:
-        return runs.in_torch(runs.doubled(module), lambda rows: runs.doubled_batch(specimen.batch(rows)))
+        return runs.in_torch(
+            runs.doubled(module),
+            lambda rows: runs.doubled_batch(specimen.batch(rows)),
+            inputs=specimen.input_gradients,
+        )
 
     return measure.compare(got, wanted, exact)
 

@@ -21,11 +21,17 @@ class Loss(nn.Module):
         return [loss(predicted, *targets) for loss in self.losses]
 
 
-def _add(name: str, make: Callable[[], nn.Module], *targets: Callable[[int], torch.Tensor]) -> None:
+def _add(
+    name: str, make: Callable[[], nn.Module], *targets: Callable[[int], torch.Tensor], **options: Any
+) -> None:
     def batch(rows: int) -> tuple[torch.Tensor, ...]:
         return (normal(rows, 6), *(target(rows) for target in targets))
 
-    add(Specimen(name=name, group="losses", make=lambda _: make(), batch=batch, drops=False, listed=True))
+    add(
+        Specimen(
+            name=name, group="losses", make=lambda _: make(), batch=batch, drops=False, listed=True, **options
+        )
+    )
 
 
 def likes(rows: int) -> torch.Tensor:
@@ -129,7 +135,12 @@ _add(
     likes,
     lambda rows: normal(rows, 5, seed=4).abs(),
 )
-_add("hinge losses", lambda: Loss(*_all(nn.HingeEmbeddingLoss, margin=0.5), *_all(nn.SoftMarginLoss)), signs)
+_add(
+    "hinge losses",
+    lambda: Loss(*_all(nn.HingeEmbeddingLoss, margin=0.5), *_all(nn.SoftMarginLoss)),
+    signs,
+    input_gradients=False,
+)
 _add(
     "multi margin losses",
     lambda: Loss(*_all(nn.MultiMarginLoss), nn.MultiMarginLoss(p=2, margin=0.5, weight=WEIGHTS)),

@@ -47,7 +47,7 @@ def draws(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return any(not torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def in_torch(module: nn.Module, batch: Callable[[int], Batch]) -> Values:
+def in_torch(module: nn.Module, batch: Callable[[int], Batch], *, inputs: bool = True) -> Values:
     """Values of torch eager. Row counts that torch refuses are left out, but for the first.
 
     Raises:
@@ -65,18 +65,15 @@ def in_torch(module: nn.Module, batch: Callable[[int], Batch]) -> Values:
         for i, leaf in enumerate(_tensors(outputs)):
             values["outputs", rows, i] = _numpy(leaf)
     try:
-        return values | _torch_training(copy.deepcopy(module), batch(ROWS[0]))
+        return values | _torch_training(copy.deepcopy(module), batch(ROWS[0]), inputs)
     except Exception as error:
         raise TorchFails from error
 
 
-def _torch_training(module: nn.Module, batch: Batch) -> Values:
+def _torch_training(module: nn.Module, batch: Batch, inputs: bool) -> Values:
     values: Values = {}
     leaves, spec = torch_pytree.tree_flatten(split(batch))
-    leaves = [
-        leaf.clone().requires_grad_() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-        for leaf in leaves
-    ]
+    leaves = [x.clone().requires_grad_() if inputs and _is_floating(x) else x for x in leaves]
     named = dict(module.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=RATE, momentum=MOMENTUM) if trained else None
@@ -137,7 +134,9 @@ def _jax_training(converted: torch_bridge.JaxModule, call: Callable[..., Any], b
     optimizer = optax.sgd(RATE, momentum=MOMENTUM)
     state = optimizer.init(params)
     for step in range(NUM_STEPS):
-        (value, (outputs, buffers)), (gradients, of_inputs) = run(params, moving, buffers)
+        (value, (outputs, buffers)), found = run(params, moving, buffers)
+        # Of a complex parameter JAX gives the derivative, torch its conjugate, the direction of descent.
+        gradients, of_inputs = jax.tree.map(jnp.conj, found)
         values["loss", step] = np.asarray(value)
         if step == 0:
             values |= {("outputs", ROWS[0], i): np.asarray(leaf) for i, leaf in enumerate(outputs)}
@@ -200,6 +199,10 @@ def _zero(leaves: list[Any]) -> Any:
     return torch.zeros(()) if leaves and isinstance(leaves[0], torch.Tensor) else jnp.zeros(())
 
 
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
 def _is_complex(leaf: Any) -> bool:
     return (
         leaf.is_complex()
@@ -215,15 +218,13 @@ def doubled(module: nn.Module) -> nn.Module:
 
 def doubled_batch(batch: Batch) -> Batch:
     """A batch with floats in float64."""
-    return torch_pytree.tree_map(
-        lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, batch
-    )
+    return torch_pytree.tree_map(lambda x: x.double() if _is_floating(x) else x, batch)
 
 
 def _taken_apart(batch: Batch) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     """(fixed arrays, float arrays, a function that makes args and kwargs of both); by position."""
     leaves, spec = torch_pytree.tree_flatten(split(batch))
-    floating = {i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    floating = {i for i, x in enumerate(leaves) if _is_floating(x)}
     arrays = {i: to_jax(x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
     moving = {i: x for i, x in arrays.items() if i in floating}
     fixed = {i: x for i, x in arrays.items() if i not in floating}

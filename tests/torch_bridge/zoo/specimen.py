@@ -30,7 +30,7 @@ class Specimen:
         drops: whether `make` makes use of the rate.
         modes: "eval", "train", or both.
         batch_dims: as `convert` takes it; None to find them.
-        keeps_rows: "" or why a program at another number of rows makes no sense.
+        input_gradients: whether gradients with respect to floating inputs are compared, too.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Specimen:
     drops: bool = True
     modes: tuple[str, ...] = ("eval", "train")
     batch_dims: Any = None
-    keeps_rows: str = ""
+    input_gradients: bool = True
 
 
 SPECIMENS: dict[str, Specimen] = {}
