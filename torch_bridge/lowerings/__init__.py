@@ -1,6 +1,7 @@
 """Lowerings of torch operators, one file a family; importing this package registers them all."""
 
 from torch_bridge.lowerings import activation as activation
+from torch_bridge.lowerings import antialias as antialias
 from torch_bridge.lowerings import attention as attention
 from torch_bridge.lowerings import bessel as bessel
 from torch_bridge.lowerings import convolution as convolution

@@ -167,6 +167,30 @@ def soft_margin_loss(x: Any, target: Any, reduction: int = MEAN) -> Any:
     return reduced(jnp.log1p(jnp.exp(-target * x)), reduction)
 
 
+@lowering(aten.multilabel_margin_loss.default)
+def multilabel_margin_loss(x: Any, target: Any, reduction: int = MEAN) -> Any:
+    return multilabel_margin_loss_forward(x, target, reduction)[0]
+
+
+@lowering(aten.multilabel_margin_loss_forward.default)
+def multilabel_margin_loss_forward(x: Any, target: Any, reduction: int) -> tuple[Any, Any]:
+    """(loss, which classes are labels). Labels end at the first -1 of a row.
+
+    torch's own decomposition counts the places behind that end as label 0.
+    """
+    rows, labels = jnp.atleast_2d(x), jnp.atleast_2d(target)
+    classes = rows.shape[1]
+    counted = jnp.cumsum(labels == -1, 1) == 0
+    hits = (labels[:, :, None] == jnp.arange(classes)) & counted[:, :, None]
+    is_label = jnp.any(hits, 1)
+    of_label = jnp.sum(jnp.where(hits, rows[:, None], 0), 2, keepdims=True)
+    margins = jax.nn.relu(1 - of_label + rows[:, None])
+    wanted = counted[:, :, None] & ~is_label[:, None]
+    loss = jnp.sum(jnp.where(wanted, margins, 0), (1, 2)) / classes
+    loss = loss if x.ndim == 2 else loss[0]
+    return reduced(loss, reduction), is_label.astype(x.dtype).reshape(target.shape)
+
+
 @lowering(aten.poisson_nll_loss.default)
 def poisson_nll_loss(x: Any, target: Any, log_input: bool, is_full: bool, eps: float, reduction: int) -> Any:
     loss = jnp.exp(x) - target * x if log_input else x - target * jnp.log(x + eps)

@@ -1,0 +1,111 @@
+"""One specimen against torch: outputs at 1, 3 and 8 rows, gradients, two training steps, dropout.
+
+A deviation may be as large as the limits of tests/parity/measure.py allow; where a network amplifies
+rounding, as large as a few times torch's own deviation in float32 from itself in float64. A refusal
+counts as one only if torch.export by itself refuses the bare module.
+"""
+
+import enum
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import torch_bridge
+from tests.torch_bridge.zoo import measure, runs
+from tests.torch_bridge.zoo.specimen import Specimen, build, split
+from torch_bridge.errors import BridgeError
+
+EXAMPLE_ROWS = 4
+
+
+class Outcome(enum.StrEnum):
+    """What became of a specimen in a mode."""
+
+    PASSED = "pass"
+    REFUSED = "torch.export refuses"
+    NOT_CONVERTED = "conversion fails"
+    NOT_RUN = "run fails"
+    DIFFERS = "differs"
+    TORCH_FAILS = "torch fails"
+    TIMED_OUT = "out of time"
+    PLAIN = "draws nothing"  # no dropout to look at
+
+
+FINE = frozenset({Outcome.PASSED, Outcome.REFUSED, Outcome.PLAIN})
+
+
+def judge(specimen: Specimen, mode: str) -> dict[str, Any]:
+    """A record of one specimen in mode "eval", "train" or "dropout"."""
+    began = time.perf_counter()
+    record: dict[str, Any] = {"specimen": specimen.name, "mode": mode, "listed": specimen.listed}
+    try:
+        record |= _judge(specimen, mode)
+    except runs.TorchFails as error:
+        record |= {"outcome": Outcome.TORCH_FAILS, "detail": _short(error.__cause__ or error)}
+    return record | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def _judge(specimen: Specimen, mode: str) -> dict[str, Any]:
+    try:
+        module = build(specimen, dropout=0.3 if mode == "dropout" else 0.0).train(mode != "eval")
+        args, kwargs = split(specimen.batch(EXAMPLE_ROWS))
+        runs.warm_up(module, args, kwargs)
+        if mode == "dropout" and not runs.draws(module, args, kwargs):
+            return {"outcome": Outcome.PLAIN}
+    except Exception as error:
+        raise runs.TorchFails from error
+    began = time.perf_counter()
+    try:
+        converted = torch_bridge.convert(module, args, kwargs, batch_dims=specimen.batch_dims)
+    except Exception as error:
+        own = refusal(module, args, kwargs)
+        outcome = Outcome.REFUSED if isinstance(error, BridgeError) and own else Outcome.NOT_CONVERTED
+        return {"outcome": outcome, "detail": _short(error), "torch": own}
+    record = {"convert_s": round(time.perf_counter() - began, 2), "reason": converted.programs.reason}
+    try:
+        if mode == "dropout":
+            problems = runs.dropout_problems(converted, specimen.batch(EXAMPLE_ROWS))
+        else:
+            problems, deviations = _compared(specimen, mode, module, converted)
+            record |= {"deviations": deviations}
+    except runs.TorchFails:
+        raise
+    except Exception as error:
+        return record | {"outcome": Outcome.NOT_RUN, "detail": _short(error)}
+    record["exports"] = len(converted.programs.cache)
+    outcome = Outcome.DIFFERS if problems else Outcome.PASSED
+    return record | {"outcome": outcome, "detail": "; ".join(problems)[:600]}
+
+
+def _compared(
+    specimen: Specimen, mode: str, module: nn.Module, converted: torch_bridge.JaxModule
+) -> tuple[list[str], dict[str, Any]]:
+    values_only = specimen.random and mode == "train"
+    wanted = runs.in_torch(module, specimen.batch, inputs=specimen.input_gradients)
+    got = runs.in_jax(converted, specimen.batch, wanted.keys())
+    if values_only:
+        return measure.shape_problems(got, wanted), {}
+
+    def exact() -> dict[str, Any]:
+        return runs.in_torch(
+            runs.doubled(module),
+            lambda rows: runs.doubled_batch(specimen.batch(rows)),
+            inputs=specimen.input_gradients,
+        )
+
+    return measure.compare(got, wanted, exact)
+
+
+def refusal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why torch.export by itself refuses a module; "" if it does not."""
+    try:
+        torch.export.export(module, args, kwargs, strict=False).run_decompositions({})
+    except Exception as error:
+        return _short(error)
+    return ""
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
