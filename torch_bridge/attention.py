@@ -2,7 +2,8 @@
 
 One custom_vjp, the same on every platform, so that a plan made anywhere speaks of the same node. Its
 residuals are its inputs, the output and the logsumexp of each query (marked "rannc_residual"): the
-probabilities, `[batch, heads, queries, keys]`, are made again in the backward. Backward formulas:
+probabilities, `[batch, heads, queries, keys]`, are made again in the backward. Where cuDNN can do it, its
+kernels take over when the program is compiled for an NVIDIA GPU (see `cudnn`). Backward formulas:
 FlashAttention, Dao et al. 2022, section 3.1 and appendix B. A query that may attend to nothing gives 0.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from torch_bridge import cudnn
 from torch_bridge.random import row_keep_mask
 
 RESIDUAL = "rannc_residual"
@@ -59,7 +61,23 @@ def attention(
     Returns:
         `[batch, heads, queries, value_dim]`, in the dtype of query.
     """
-    return _attention(settings, query, key, value, bias, allowed, seeds)
+    return _attention(settings, *_equally_varying(query, key, value, bias, allowed, seeds))
+
+
+def _equally_varying(*operands: Any) -> tuple[Any, ...]:
+    """Inside shard_map: what the devices share becomes a copy on each, so that its gradients are summed."""
+    axes = [_varying(x) for x in operands]
+    every = frozenset().union(*axes)
+    return tuple(
+        x if x is None or own == every else lax.pcast(x, tuple(every - own), to="varying")
+        for x, own in zip(operands, axes, strict=True)
+    )
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    """The mesh axes over which a value differs between devices, as shard_map tracks it."""
+    kind = None if x is None else getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -77,7 +95,36 @@ def _attention_fwd(settings: Settings, *operands: Any) -> tuple[Any, Any]:
 
 
 def _attention_bwd(settings: Settings, residuals: Any, cotangent: Any) -> tuple[Any, ...]:
-    (query, key, value, bias, allowed, seeds), output, logsumexp = residuals
+    operands, output, logsumexp = residuals
+    *_, allowed, seeds = operands
+    by_xla = partial(_backward, settings)
+    if cudnn.takes(settings, *operands):
+        rest = (*operands[:5], output, logsumexp, cotangent)
+        by_cudnn = partial(cudnn.backward, settings)
+        gradients = _by_platform(by_cudnn, by_xla, *rest)
+    else:
+        gradients = by_xla(*operands[:5], output, logsumexp, cotangent, seeds)
+    return (*gradients, _no_tangent(allowed), _no_tangent(seeds))
+
+
+def _by_platform(fused: Any, plain: Any, *operands: Any) -> Any:
+    """The fused form where the program is compiled for its platform, the plain one elsewhere."""
+    return lax.platform_dependent(*operands, default=plain, **{cudnn.PLATFORM: fused})
+
+
+def _backward(
+    settings: Settings,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    allowed: Any,
+    output: Any,
+    logsumexp: Any,
+    cotangent: Any,
+    seeds: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Gradients of query, key, value and bias, by XLA."""
     groups = query.shape[1] // key.shape[1]
     q, k, v = _grouped(query, groups), key, value
     out_bar = _grouped(cotangent, groups)
@@ -99,18 +146,23 @@ def _attention_bwd(settings: Settings, residuals: Any, cotangent: Any) -> tuple[
         key_bar.astype(key.dtype),
         value_bar.astype(value.dtype),
         bias_bar,
-        _no_tangent(allowed),
-        _no_tangent(seeds),
     )
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _forward(
-    settings: Settings, query: Any, key: Any, value: Any, bias: Any, allowed: Any, seeds: Any
+def _forward(settings: Settings, *operands: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp `[batch, heads, queries]`: the same two values whichever kernel makes them."""
+    by_xla = partial(_forward_by_xla, settings)
+    if not cudnn.takes(settings, *operands):
+        return by_xla(*operands)
+    return _by_platform(partial(cudnn.forward, settings), by_xla, *operands[:5])
+
+
+def _forward_by_xla(
+    settings: Settings, query: Any, key: Any, value: Any, bias: Any, allowed: Any, seeds: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp `[batch, heads, queries]`, by XLA. Other kernels belong beside this one."""
     groups = query.shape[1] // key.shape[1]
     scores = _scores(settings, _grouped(query, groups), key, bias, allowed)
     largest = jnp.max(scores, -1, keepdims=True, initial=-jnp.inf)

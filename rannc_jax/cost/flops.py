@@ -33,6 +33,7 @@ from rannc_jax.cost.primitives import (
     VIEWS,
     WINDOWS,
 )
+from rannc_jax.ir.platform import readable_branches
 from rannc_jax.ir.trace import aval_bytes
 
 TRANSCENDENTAL_FLOPS = 8
@@ -153,7 +154,7 @@ def bodies(eqn: jex.JaxprEqn) -> tuple[Body, ...]:
             warnings.warn("a while loop has no known number of turns; its cost counts once.", stacklevel=2)
         return (Body(_open(params["cond_jaxpr"])), Body(_open(params["body_jaxpr"])))
     if name == "cond":
-        branches = [_open(branch) for branch in params["branches"]]
+        branches = [_open(branch) for branch in readable_branches(eqn)]
         return (Body(max(branches, key=_weight)),)
     if name not in TRANSPARENT:
         return ()

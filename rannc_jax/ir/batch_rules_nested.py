@@ -11,6 +11,7 @@ from rannc_jax.ir import batch_flow as algebra
 from rannc_jax.ir.batch_call import Call, opened, rule, value_flow
 from rannc_jax.ir.batch_flow import Coupled, Flow, Kind, blend, moved
 from rannc_jax.ir.batch_info import CouplingKind, RowLayout
+from rannc_jax.ir.platform import readable_branches
 
 MAX_ROUNDS = 16  # a carry settles in a few rounds: every round can only lose knowledge
 
@@ -162,7 +163,7 @@ def _cond(call: Call) -> list[Flow]:
     which, *operands = call.flows
     if which.kind is not Kind.FREE or not which.plain:
         raise Coupled
-    branches = zip(call.params["branches"], call.twin.params["branches"], strict=True)
+    branches = zip(readable_branches(call.eqn), readable_branches(call.twin), strict=True)
     outs = [run(call, mine, other, operands) for mine, other in branches]
     return [one_of(call, cases) for cases in zip(*outs, strict=True)]
 
