@@ -13,24 +13,14 @@ from torch._decomp import decomposition_table
 
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings import registry
-
-# Checks of values and of symbolic sizes: they compute nothing.
-IGNORED = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_async.default,
-    torch.ops.aten._functional_assert_scalar.default,
-    torch.ops.aten._functional_assert_async.msg,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-}
+from torch_bridge.signature import IGNORED, module_path, source_line
 
 _OPENED_BY_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default}
 
 
 def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decompose what has no lowering until everything has one, or nothing more can be opened."""
+    refuse_shapes_of_values(program.graph)
     seen: set[Any] = set()
     while True:
         table = {
@@ -40,6 +30,27 @@ def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.Export
             return program
         seen |= set(table)
         program = program.run_decompositions(table)
+
+
+def refuse_shapes_of_values(graph: torch.fx.Graph) -> None:
+    """Stop at a tensor whose shape depends on values: XLA fixes all shapes when it compiles.
+
+    Raises:
+        BridgeError: for the first such tensor.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in tensor.shape):
+                raise BridgeError(
+                    message(
+                        f"the shape of what {node.target} returns depends on values.",
+                        f"in module {module_path(node) or '(root)'}",
+                        f"at {source_line(node.meta.get('stack_trace')) or '(unknown)'}",
+                        hint="keep the shape fixed: torch.where(mask, x, fill) instead of x[mask], "
+                        "torch.nonzero_static(x, size=n) instead of torch.nonzero(x)",
+                    )
+                )
 
 
 def unlowered(graph: torch.fx.Graph) -> list[Any]:

@@ -67,6 +67,7 @@ class Exportable(torch.nn.Module):
                 args, kwargs = self.inputs.call(tensors, for_loss=True)
                 loss = self.loss(outputs, *args, **kwargs)
         leaves, spec = torch_pytree.tree_flatten(outputs)
+        leaves = [_number_as_tensor(leaf) for leaf in leaves]
         flat = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = next((i for i, leaf in enumerate(flat) if leaf is loss), None)
         if loss is not None and position is None:
@@ -81,6 +82,13 @@ class Exportable(torch.nn.Module):
             loss=position,
         )
         return tuple(flat)
+
+
+def _number_as_tensor(leaf: Any) -> Any:
+    """A number that depends on data (`x.sum().item()`) leaves as a tensor without dims."""
+    if isinstance(leaf, torch.SymInt | torch.SymBool):
+        return torch.scalar_tensor(leaf, dtype=torch.int64 if isinstance(leaf, torch.SymInt) else torch.bool)
+    return torch.scalar_tensor(leaf) if isinstance(leaf, torch.SymFloat) else leaf
 
 
 def _leaf_record(leaf: Any) -> Any:

@@ -13,11 +13,21 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
-from torch_bridge.decompose import IGNORED
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.program import Graph, Node, Ref
 
 PREFIX = "module."
+# Checks of values and of symbolic sizes: they compute nothing.
+IGNORED = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._functional_assert_scalar.default,
+    torch.ops.aten._functional_assert_async.msg,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
 # Where frames are not the user's: torch, this package, code that torch generates.
 OUTSIDE_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
@@ -180,14 +190,15 @@ def _read_node(node: torch.fx.Node, args: Any, kwargs: Any) -> Node:
         operator=node.target,
         args=args,
         kwargs=kwargs,
-        path=_module_path(node),
-        source=_source_line(node.meta.get("stack_trace")),
+        path=module_path(node),
+        source=source_line(node.meta.get("stack_trace")),
         dtypes=tuple(getattr(item, "dtype", None) for item in (value if many else [value])),
         shape=tuple(value.shape) if isinstance(value, torch.Tensor) else None,
     )
 
 
-def _module_path(node: torch.fx.Node) -> str:
+def module_path(node: torch.fx.Node) -> str:
+    """Where in the module tree, slash-separated; "" for the root."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
@@ -195,7 +206,7 @@ def _module_path(node: torch.fx.Node) -> str:
     return (name + ".").removeprefix(PREFIX).split("@")[0].rstrip(".").replace(".", "/")
 
 
-def _source_line(trace: str | None) -> str:
+def source_line(trace: str | None) -> str:
     """`file:line: code` of the innermost frame outside torch."""
     lines = (trace or "").splitlines()
     found = ""

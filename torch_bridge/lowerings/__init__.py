@@ -1,25 +1,34 @@
 """Lowerings of torch operators, one file a family; importing this package registers them all."""
 
 from torch_bridge.lowerings import activation as activation
+from torch_bridge.lowerings import arithmetic as arithmetic
 from torch_bridge.lowerings import attention as attention
 from torch_bridge.lowerings import bessel as bessel
+from torch_bridge.lowerings import chunked_loss as chunked_loss
+from torch_bridge.lowerings import conversion as conversion
 from torch_bridge.lowerings import convolution as convolution
 from torch_bridge.lowerings import creation as creation
+from torch_bridge.lowerings import cumulative as cumulative
 from torch_bridge.lowerings import elementwise as elementwise
 from torch_bridge.lowerings import fft as fft
 from torch_bridge.lowerings import histogram as histogram
 from torch_bridge.lowerings import indexing as indexing
+from torch_bridge.lowerings import joining as joining
 from torch_bridge.lowerings import linalg as linalg
 from torch_bridge.lowerings import loss as loss
 from torch_bridge.lowerings import matmul as matmul
+from torch_bridge.lowerings import norm as norm
 from torch_bridge.lowerings import normalisation as normalisation
+from torch_bridge.lowerings import padding as padding
 from torch_bridge.lowerings import pooling as pooling
 from torch_bridge.lowerings import prims as prims
 from torch_bridge.lowerings import random as random
 from torch_bridge.lowerings import recurrent as recurrent
 from torch_bridge.lowerings import reduction as reduction
+from torch_bridge.lowerings import resampling as resampling
 from torch_bridge.lowerings import scatter as scatter
 from torch_bridge.lowerings import shape as shape
+from torch_bridge.lowerings import solve as solve
 from torch_bridge.lowerings import sorting as sorting
 from torch_bridge.lowerings import special as special
 from torch_bridge.lowerings import uneven_pooling as uneven_pooling

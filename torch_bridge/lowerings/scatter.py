@@ -25,7 +25,7 @@ def _along(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
 
 def _scatter_place(x: Any, dim: int, index: Any, source: Any) -> tuple[Any, Any]:
     if not x.ndim:
-        return x.reshape(1).at[index.reshape(-1)], jnp.reshape(source, (-1,))
+        return x.reshape(1).at[index.reshape(-1)], None if source is None else jnp.reshape(source, (-1,))
     if isinstance(source, jax.Array) and source.ndim:
         source = source[tuple(slice(0, size) for size in index.shape)]
     return x.at[_along(x, dim, index)], source

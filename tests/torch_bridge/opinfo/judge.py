@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -35,6 +36,7 @@ UP_TO_PHASE = frozenset("linalg.svd svd linalg.eig linalg.eigh".split())
 # Which of equal elements the index names is nobody's promise.
 TIED_INDEX = frozenset("topk mode kthvalue sort argsort msort".split())
 _WIDE = (torch.float64, torch.complex128)
+_NUMBERS = (bool, int, float, complex)
 
 
 class Call(torch.nn.Module):
@@ -115,21 +117,21 @@ def _judge(
         converted = torch_bridge.convert(module, tuple(tensors), batch_dims=dims)
     except Exception as error:
         return _conversion_failure(error, module, tensors)
-    fixed: list[Any] = []  # results that are no tensors, known when traced
+    fixed: list[Any] = []  # results that are neither tensors nor numbers, known when traced
 
     def function(*arrays: Any) -> list[Any]:
         outputs = converted.apply(converted.params, converted.buffers, *arrays, rng=jax.random.key(0))[0]
         leaves = _leaves(outputs)
-        fixed[:] = [leaf for leaf in leaves if not isinstance(leaf, jax.Array)]
-        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        fixed[:] = [leaf for leaf in leaves if not isinstance(leaf, (jax.Array, *_NUMBERS))]
+        return [jnp.asarray(leaf) for leaf in leaves if isinstance(leaf, (jax.Array, *_NUMBERS))]
 
     try:
         arrays = [to_jax(t) for t in tensors]
         got = jax.jit(function)(*arrays)
     except Exception as error:
         return Verdict(Outcome.FAILED_TO_RUN, short(error))
-    expected = [leaf for leaf in want if isinstance(leaf, torch.Tensor)]
-    if (plain := [leaf for leaf in want if not isinstance(leaf, torch.Tensor)]) != fixed:
+    expected = _numeric(want)
+    if (plain := [leaf for leaf in want if not isinstance(leaf, (torch.Tensor, *_NUMBERS))]) != fixed:
         return Verdict(Outcome.WRONG_VALUE, f"{fixed}, torch {plain}"[:300])
     wrong = _compare(op.name, got, expected, _tolerance(expected, VALUE_TOLERANCE))
     if wrong is not None:
@@ -154,7 +156,7 @@ def _judge_gradient(
         leaves = [t.clone().requires_grad_(i in places) for i, t in enumerate(tensors)]
         # An in-place operator must not meet a leaf.
         outputs = _leaves(module(*[t * 1 if t.requires_grad else t for t in leaves]))
-        outputs = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
+        outputs = _numeric(outputs)
         moving = [i for i, out in enumerate(outputs) if out.requires_grad and _moves(out)]
         if not moving or not places:
             return Verdict(Outcome.PASSED_FORWARD, "no differentiable input or output")
@@ -218,6 +220,11 @@ def _conversion_failure(
 
 def _leaves(output: Any) -> list[Any]:
     return [leaf for leaf in torch_pytree.tree_leaves(output) if leaf is not None]
+
+
+def _numeric(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Tensors, and numbers as tensors."""
+    return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, *_NUMBERS))]
 
 
 def _moves(tensor: torch.Tensor) -> bool:
