@@ -32,6 +32,19 @@ def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.Export
         program = program.run_decompositions(table)
 
 
+def drop_checks(graph_module: torch.fx.GraphModule) -> None:
+    """Erase operators that only raise where values are wrong, which a compiled program cannot.
+
+    Made functional, they would thread tokens of their side effect through the graph.
+    """
+    for module in graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in reversed(module.graph.nodes):
+                if node.target in IGNORED and not node.users:
+                    module.graph.erase_node(node)
+            module.recompile()
+
+
 def refuse_shapes_of_values(graph: torch.fx.Graph) -> None:
     """Stop at a tensor whose shape depends on values: XLA fixes all shapes when it compiles.
 

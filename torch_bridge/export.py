@@ -16,9 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torch_bridge.decompose import open_unlowered
+from torch_bridge.decompose import drop_checks, open_unlowered
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.inputs import Inputs
+from torch_bridge.rewrites import rewritten
 from torch_bridge.signature import OUTSIDE_USER_CODE
 
 _aten = torch.ops.aten
@@ -59,7 +60,7 @@ class Exportable(torch.nn.Module):
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _DataIsDetached():
+        with _Followable():
             args, kwargs = self.inputs.call(tensors, for_loss=False)
             outputs = self.module(*args, **kwargs)
             loss = _loss_in(outputs)
@@ -125,16 +126,17 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         except Exception as error:
             raise _explained(error) from error
         _detach_no_grad_regions(program.graph_module)
+        drop_checks(program.graph_module)
         return open_unlowered(program.run_decompositions({}))
 
 
-class _DataIsDetached(TorchFunctionMode):
-    """Reads `tensor.data` as `tensor.detach()`, which torch.export can follow."""
+class _Followable(TorchFunctionMode):
+    """Reads `tensor.data` as `tensor.detach()`, and what else torch.export cannot follow as it can."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
-        return func(*args, **(kwargs or {}))
+        return (rewritten(func) or func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

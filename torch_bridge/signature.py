@@ -22,6 +22,7 @@ IGNORED = {
     torch.ops.aten._assert_tensor_metadata.default,
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_async.msg,
+    torch.ops.aten._linalg_check_errors.default,
     torch.ops.aten._assert_async.default,
     torch.ops.aten._functional_assert_scalar.default,
     torch.ops.aten._functional_assert_async.msg,

@@ -26,6 +26,7 @@ from torch_bridge.lowerings import random as random
 from torch_bridge.lowerings import recurrent as recurrent
 from torch_bridge.lowerings import reduction as reduction
 from torch_bridge.lowerings import resampling as resampling
+from torch_bridge.lowerings import rewritten as rewritten
 from torch_bridge.lowerings import scatter as scatter
 from torch_bridge.lowerings import shape as shape
 from torch_bridge.lowerings import solve as solve
