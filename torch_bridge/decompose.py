@@ -15,8 +15,6 @@ from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings import registry
 from torch_bridge.signature import IGNORED, module_path, source_line
 
-_OPENED_BY_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default}
-
 
 def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decompose what has no lowering until everything has one, or nothing more can be opened."""
@@ -79,7 +77,7 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     if not isinstance(op, torch._ops.OpOverload):
         return None
     if op in _OPENED_BY_STRIDES:
-        return _strided
+        return _OPENED_BY_STRIDES[op]
     if op in decomposition_table:
         return decomposition_table[op]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -93,7 +91,25 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
 def _strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
-    """A view of the storage as a gather, which is the same where x fills its storage in reading order."""
+    """A view of the storage as a gather."""
+    return torch.take(x, _places(x, size, stride, storage_offset))
+
+
+def _strided_scatter(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> torch.Tensor:
+    """Writing into a view of the storage as a put."""
+    return torch.ops.aten.put.default(x, _places(x, size, stride, storage_offset), source)
+
+
+def _places(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None
+) -> torch.Tensor:
+    """Positions in the storage, which are those of x where that fills its storage in reading order."""
     if not x.is_contiguous() or x.storage_offset() != 0:
         raise BridgeError(
             message(
@@ -105,4 +121,12 @@ def _strided(
     index = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
     for length, step in zip(size, stride, strict=True):
         index = index.unsqueeze(-1) + torch.arange(length, device=x.device) * step
-    return torch.take(x, index)
+    return index
+
+
+_OPENED_BY_STRIDES = {
+    torch.ops.aten.as_strided.default: _strided,
+    torch.ops.aten.as_strided_copy.default: _strided,
+    torch.ops.aten.as_strided_scatter.default: _strided_scatter,
+    torch.ops.prims.as_strided_scatter.default: _strided_scatter,
+}

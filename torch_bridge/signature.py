@@ -81,6 +81,7 @@ class Source(enum.Enum):
     TENSOR = "tensor"  # parameter or buffer, by owner name
     LITERAL = "literal"  # a tensor made in forward or held as a plain attribute
     ARGUMENT = "argument"  # by slot
+    TOKEN = "token"  # order of side effects: no value
 
 
 class Destination(enum.Enum):
@@ -89,6 +90,7 @@ class Destination(enum.Enum):
     BUFFER = "buffer"
     ARGUMENT = "argument"  # new value of an argument that forward writes: not returned
     RESULT = "result"
+    TOKEN = "token"  # order of side effects: no value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,8 @@ def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signa
         if spec.kind is InputKind.USER_INPUT:
             inputs.append((Source.ARGUMENT, slot))
             slot += 1
+        elif spec.kind is InputKind.TOKEN:
+            inputs.append((Source.TOKEN, None))
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target.startswith(PREFIX):
             inputs.append((Source.TENSOR, names.owner(target.removeprefix(PREFIX))))
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER, InputKind.BUFFER):
@@ -139,6 +143,8 @@ def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signa
 def _destination(spec: Any, names: Names) -> tuple[Destination, str | None]:
     if spec.kind is OutputKind.USER_OUTPUT:
         return Destination.RESULT, None
+    if spec.kind is OutputKind.TOKEN:
+        return Destination.TOKEN, None
     if spec.kind is OutputKind.USER_INPUT_MUTATION:
         return Destination.ARGUMENT, None
     if spec.kind is OutputKind.BUFFER_MUTATION:

@@ -9,6 +9,7 @@ from torch_bridge.lowerings import conversion as conversion
 from torch_bridge.lowerings import convolution as convolution
 from torch_bridge.lowerings import creation as creation
 from torch_bridge.lowerings import cumulative as cumulative
+from torch_bridge.lowerings import effects as effects
 from torch_bridge.lowerings import elementwise as elementwise
 from torch_bridge.lowerings import fft as fft
 from torch_bridge.lowerings import histogram as histogram
@@ -28,6 +29,7 @@ from torch_bridge.lowerings import reduction as reduction
 from torch_bridge.lowerings import resampling as resampling
 from torch_bridge.lowerings import rewritten as rewritten
 from torch_bridge.lowerings import scatter as scatter
+from torch_bridge.lowerings import segment as segment
 from torch_bridge.lowerings import shape as shape
 from torch_bridge.lowerings import solve as solve
 from torch_bridge.lowerings import sorting as sorting

@@ -38,6 +38,18 @@ def _binary(function: Callable[[Any, Any], Any], *overloads: Any) -> None:
     lowering(*overloads)(wrapped)
 
 
+@jax.custom_jvp
+def _nextafter(a: Any, b: Any) -> Any:
+    return jnp.nextafter(a, b)
+
+
+@_nextafter.defjvp
+def _nextafter_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """One step away moves as a itself does; where there is no step, torch gives no gradient."""
+    a, b = primals
+    return _nextafter(a, b), jnp.where(a == b, 0, tangents[0])
+
+
 for _op, _function in (
     (aten.abs, jnp.abs),
     (aten.neg, jnp.negative),
@@ -203,8 +215,8 @@ _binary_float(jnp.arctan2, aten.atan2.default)
 
 _binary_float(jnp.hypot, aten.hypot.default)
 
-_binary_float(jnp.nextafter, aten.nextafter.default)
 
+_binary_float(_nextafter, aten.nextafter.default)
 _binary_float(jnp.copysign, aten.copysign.Tensor, aten.copysign.Scalar)
 
 _binary_float(jsp.xlogy, aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)

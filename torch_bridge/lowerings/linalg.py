@@ -12,6 +12,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import jax_dtype
 
 aten = torch.ops.aten
 
@@ -39,6 +40,8 @@ def cholesky(x: Any, upper: bool = False) -> Any:
 
 @lowering(aten.linalg_matrix_rank.atol_rtol_tensor, aten.linalg_matrix_rank.atol_rtol_float)
 def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+    if not x.size:
+        return jnp.zeros(x.shape[:-2], jax_dtype(torch.int64))
     values = jnp.abs(jnp.linalg.eigvalsh(x)) if hermitian else jnp.linalg.svd(x, compute_uv=False)
     largest = jnp.max(values, -1)
     if rtol is None:
@@ -58,7 +61,8 @@ def matrix_rank_tol(x: Any, tol: Any, hermitian: bool = False) -> Any:
 @lowering(aten._linalg_det.default)
 def det(x: Any) -> tuple[Any, Any, Any]:
     factor, pivots, _ = lax.linalg.lu(lax.stop_gradient(x))
-    return jnp.linalg.det(x), factor, pivots + 1
+    value = jnp.linalg.det(x) if x.size else jnp.ones(x.shape[:-2], x.dtype)
+    return value, factor, pivots + 1
 
 
 @lowering(aten._linalg_slogdet.default)
@@ -120,9 +124,26 @@ def eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
 
 
 @lowering(aten.linalg_eig.default)
+@jax.custom_jvp
 def eig(x: Any) -> tuple[Any, Any]:
+    """Eigenvectors of length 1, each up to a phase."""
     values, vectors = jnp.linalg.eig(x)
     return values, vectors
+
+
+@eig.defjvp
+def _eig_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    """dV = V (V^-1 dA V / (l_j - l_i)), less what would change the vectors' lengths (Boeddeker et al. 2017).
+
+    JAX's own rule fixes the phase; torch's gradient holds for functions that do not see it.
+    """
+    values, vectors = eig(primals[0])
+    inner = jnp.linalg.solve(vectors, tangents[0].astype(vectors.dtype) @ vectors)
+    same = jnp.eye(values.shape[-1], dtype=bool)
+    gaps = jnp.where(same, 1, values[..., None, :] - values[..., :, None])
+    moved = vectors @ jnp.where(same, 0, inner / gaps)
+    along = jnp.real(jnp.sum(jnp.conj(vectors) * moved, -2, keepdims=True))
+    return (values, vectors), (jnp.diagonal(inner, axis1=-2, axis2=-1), moved - vectors * along)
 
 
 @lowering(aten.linalg_eigvals.default, aten._linalg_eigvals.default)

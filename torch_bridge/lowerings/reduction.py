@@ -197,6 +197,18 @@ def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
     return jax.nn.logsumexp(floating(x), dims_of(x, dim), keepdims=keepdim)
 
 
+@lowering(aten.hash_tensor.default)
+def hash_tensor(x: Any, dim: Dims = (), *, keepdim: bool = False, mode: int = 0) -> Any:
+    """The exclusive or of all elements' bits as 64-bit numbers, so it needs 64-bit JAX."""
+    del mode  # torch has this one
+    wide = jnp.issubdtype(x.dtype, jnp.floating)
+    exact = x.astype(jax_dtype(torch.float64)) if wide else x.astype(jnp.int64)
+    bits = lax.bitcast_convert_type(exact, jnp.uint64)
+    dims = dims_of(x, dim)
+    out = lax.reduce(bits, jnp.zeros((), bits.dtype), lax.bitwise_xor, dims)
+    return jnp.expand_dims(out, dims) if keepdim else out
+
+
 @lowering(aten.trace.default)
 def trace(x: Any) -> Any:
     return jnp.trace(x, dtype=summed_dtype(x, None))

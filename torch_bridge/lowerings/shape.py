@@ -45,6 +45,19 @@ def view_dtype(x: Any, dtype: Any) -> Any:
     return out.reshape(*x.shape[:-1], -1) if out.ndim > x.ndim else out
 
 
+@lowering(aten.resize.default)
+def resize(x: Any, size: Sequence[int], **_: Any) -> Any:
+    """The elements in reading order; what torch leaves unset is zero here."""
+    count = math.prod(size)
+    flat = x.reshape(-1)[:count]
+    return jnp.pad(flat, (0, count - flat.size)).reshape(tuple(size))
+
+
+@lowering(aten.resize_as.default)
+def resize_as(x: Any, like: Any, **_: Any) -> Any:
+    return resize(x, like.shape)
+
+
 @lowering(aten.view_as.default, aten.reshape_as.default)
 def view_as(x: Any, like: Any) -> Any:
     return jnp.reshape(x, like.shape)
@@ -167,6 +180,8 @@ def select_scatter(x: Any, source: Any, dim: int, index: int) -> Any:
 @lowering(aten.unfold.default)
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:
     """Windows along a dim; their content becomes the last dim."""
+    if not x.ndim:
+        return x.reshape(1)[:size]
     dim %= x.ndim
     count = (x.shape[dim] - size) // step + 1
     index = jnp.arange(count)[:, None] * step + jnp.arange(size)[None, :]
