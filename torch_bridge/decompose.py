@@ -13,24 +13,12 @@ from torch._decomp import decomposition_table
 
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings import registry
-
-# Checks of values and of symbolic sizes: they compute nothing.
-IGNORED = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_async.default,
-    torch.ops.aten._functional_assert_scalar.default,
-    torch.ops.aten._functional_assert_async.msg,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-}
-
-_OPENED_BY_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default}
+from torch_bridge.signature import IGNORED, module_path, source_line
 
 
 def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decompose what has no lowering until everything has one, or nothing more can be opened."""
+    refuse_shapes_of_values(program.graph)
     seen: set[Any] = set()
     while True:
         table = {
@@ -40,6 +28,40 @@ def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.Export
             return program
         seen |= set(table)
         program = program.run_decompositions(table)
+
+
+def drop_checks(graph_module: torch.fx.GraphModule) -> None:
+    """Erase operators that only raise where values are wrong, which a compiled program cannot.
+
+    Made functional, they would thread tokens of their side effect through the graph.
+    """
+    for module in graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in reversed(module.graph.nodes):
+                if node.target in IGNORED and not node.users:
+                    module.graph.erase_node(node)
+            module.recompile()
+
+
+def refuse_shapes_of_values(graph: torch.fx.Graph) -> None:
+    """Stop at a tensor whose shape depends on values: XLA fixes all shapes when it compiles.
+
+    Raises:
+        BridgeError: for the first such tensor.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in tensor.shape):
+                raise BridgeError(
+                    message(
+                        f"the shape of what {node.target} returns depends on values.",
+                        f"in module {module_path(node) or '(root)'}",
+                        f"at {source_line(node.meta.get('stack_trace')) or '(unknown)'}",
+                        hint="keep the shape fixed: torch.where(mask, x, fill) instead of x[mask], "
+                        "torch.nonzero_static(x, size=n) instead of torch.nonzero(x)",
+                    )
+                )
 
 
 def unlowered(graph: torch.fx.Graph) -> list[Any]:
@@ -55,7 +77,7 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     if not isinstance(op, torch._ops.OpOverload):
         return None
     if op in _OPENED_BY_STRIDES:
-        return _strided
+        return _OPENED_BY_STRIDES[op]
     if op in decomposition_table:
         return decomposition_table[op]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -69,7 +91,25 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
 def _strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
-    """A view of the storage as a gather, which is the same where x fills its storage in reading order."""
+    """A view of the storage as a gather."""
+    return torch.take(x, _places(x, size, stride, storage_offset))
+
+
+def _strided_scatter(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> torch.Tensor:
+    """Writing into a view of the storage as a put."""
+    return torch.ops.aten.put.default(x, _places(x, size, stride, storage_offset), source)
+
+
+def _places(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None
+) -> torch.Tensor:
+    """Positions in the storage, which are those of x where that fills its storage in reading order."""
     if not x.is_contiguous() or x.storage_offset() != 0:
         raise BridgeError(
             message(
@@ -81,4 +121,12 @@ def _strided(
     index = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
     for length, step in zip(size, stride, strict=True):
         index = index.unsqueeze(-1) + torch.arange(length, device=x.device) * step
-    return torch.take(x, index)
+    return index
+
+
+_OPENED_BY_STRIDES = {
+    torch.ops.aten.as_strided.default: _strided,
+    torch.ops.aten.as_strided_copy.default: _strided,
+    torch.ops.aten.as_strided_scatter.default: _strided_scatter,
+    torch.ops.prims.as_strided_scatter.default: _strided_scatter,
+}

@@ -16,9 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torch_bridge.decompose import open_unlowered
+from torch_bridge.decompose import drop_checks, open_unlowered
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.inputs import Inputs
+from torch_bridge.rewrites import rewritten
 from torch_bridge.signature import OUTSIDE_USER_CODE
 
 _aten = torch.ops.aten
@@ -59,7 +60,7 @@ class Exportable(torch.nn.Module):
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _DataIsDetached():
+        with _Followable():
             args, kwargs = self.inputs.call(tensors, for_loss=False)
             outputs = self.module(*args, **kwargs)
             loss = _loss_in(outputs)
@@ -67,6 +68,7 @@ class Exportable(torch.nn.Module):
                 args, kwargs = self.inputs.call(tensors, for_loss=True)
                 loss = self.loss(outputs, *args, **kwargs)
         leaves, spec = torch_pytree.tree_flatten(outputs)
+        leaves = [_number_as_tensor(leaf) for leaf in leaves]
         flat = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = next((i for i, leaf in enumerate(flat) if leaf is loss), None)
         if loss is not None and position is None:
@@ -81,6 +83,13 @@ class Exportable(torch.nn.Module):
             loss=position,
         )
         return tuple(flat)
+
+
+def _number_as_tensor(leaf: Any) -> Any:
+    """A number that depends on data (`x.sum().item()`) leaves as a tensor without dims."""
+    if isinstance(leaf, torch.SymInt | torch.SymBool):
+        return torch.scalar_tensor(leaf, dtype=torch.int64 if isinstance(leaf, torch.SymInt) else torch.bool)
+    return torch.scalar_tensor(leaf) if isinstance(leaf, torch.SymFloat) else leaf
 
 
 def _leaf_record(leaf: Any) -> Any:
@@ -117,16 +126,17 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         except Exception as error:
             raise _explained(error) from error
         _detach_no_grad_regions(program.graph_module)
+        drop_checks(program.graph_module)
         return open_unlowered(program.run_decompositions({}))
 
 
-class _DataIsDetached(TorchFunctionMode):
-    """Reads `tensor.data` as `tensor.detach()`, which torch.export can follow."""
+class _Followable(TorchFunctionMode):
+    """Reads `tensor.data` as `tensor.detach()`, and what else torch.export cannot follow as it can."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
-        return func(*args, **(kwargs or {}))
+        return (rewritten(func) or func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

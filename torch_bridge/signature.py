@@ -13,11 +13,22 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
-from torch_bridge.decompose import IGNORED
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.program import Graph, Node, Ref
 
 PREFIX = "module."
+# Checks of values and of symbolic sizes: they compute nothing.
+IGNORED = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._linalg_check_errors.default,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._functional_assert_scalar.default,
+    torch.ops.aten._functional_assert_async.msg,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
 # Where frames are not the user's: torch, this package, code that torch generates.
 OUTSIDE_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
@@ -70,6 +81,7 @@ class Source(enum.Enum):
     TENSOR = "tensor"  # parameter or buffer, by owner name
     LITERAL = "literal"  # a tensor made in forward or held as a plain attribute
     ARGUMENT = "argument"  # by slot
+    TOKEN = "token"  # order of side effects: no value
 
 
 class Destination(enum.Enum):
@@ -78,6 +90,7 @@ class Destination(enum.Enum):
     BUFFER = "buffer"
     ARGUMENT = "argument"  # new value of an argument that forward writes: not returned
     RESULT = "result"
+    TOKEN = "token"  # order of side effects: no value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +121,8 @@ def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signa
         if spec.kind is InputKind.USER_INPUT:
             inputs.append((Source.ARGUMENT, slot))
             slot += 1
+        elif spec.kind is InputKind.TOKEN:
+            inputs.append((Source.TOKEN, None))
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target.startswith(PREFIX):
             inputs.append((Source.TENSOR, names.owner(target.removeprefix(PREFIX))))
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER, InputKind.BUFFER):
@@ -128,6 +143,8 @@ def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signa
 def _destination(spec: Any, names: Names) -> tuple[Destination, str | None]:
     if spec.kind is OutputKind.USER_OUTPUT:
         return Destination.RESULT, None
+    if spec.kind is OutputKind.TOKEN:
+        return Destination.TOKEN, None
     if spec.kind is OutputKind.USER_INPUT_MUTATION:
         return Destination.ARGUMENT, None
     if spec.kind is OutputKind.BUFFER_MUTATION:
@@ -180,14 +197,15 @@ def _read_node(node: torch.fx.Node, args: Any, kwargs: Any) -> Node:
         operator=node.target,
         args=args,
         kwargs=kwargs,
-        path=_module_path(node),
-        source=_source_line(node.meta.get("stack_trace")),
+        path=module_path(node),
+        source=source_line(node.meta.get("stack_trace")),
         dtypes=tuple(getattr(item, "dtype", None) for item in (value if many else [value])),
         shape=tuple(value.shape) if isinstance(value, torch.Tensor) else None,
     )
 
 
-def _module_path(node: torch.fx.Node) -> str:
+def module_path(node: torch.fx.Node) -> str:
+    """Where in the module tree, slash-separated; "" for the root."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
@@ -195,7 +213,7 @@ def _module_path(node: torch.fx.Node) -> str:
     return (name + ".").removeprefix(PREFIX).split("@")[0].rstrip(".").replace(".", "/")
 
 
-def _source_line(trace: str | None) -> str:
+def source_line(trace: str | None) -> str:
     """`file:line: code` of the innermost frame outside torch."""
     lines = (trace or "").splitlines()
     found = ""

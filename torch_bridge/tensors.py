@@ -114,7 +114,7 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if host.dtype in _CARRIERS:
         carrier = host.contiguous().view(_CARRIERS[host.dtype]).numpy()
         return carrier.view(_DTYPES[host.dtype])
-    return host.numpy()
+    return host.numpy(force=True)  # torch's lazy zeros too
 
 
 def _check_fits(value: np.ndarray, what: str) -> None:

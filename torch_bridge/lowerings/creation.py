@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ aten = torch.ops.aten
 def _constant(value: Any, dtype: Any) -> Any:
     """A Python number in a dtype; an integer that does not fit is an error, never a wrap."""
     dtype = np.dtype(dtype)
+    if isinstance(value, jax.Array):  # a number that depends on data
+        return value.reshape(()).astype(dtype)
     if np.issubdtype(dtype, np.integer) and not isinstance(value, float | complex):
         bounds = np.iinfo(dtype)
         if not bounds.min <= value <= bounds.max:
@@ -33,6 +36,8 @@ def _dtype_of(value: Any, dtype: Any) -> Any:
         return jax_dtype(dtype)
     if isinstance(value, bool):
         return np.dtype(bool)
+    if isinstance(value, jax.Array):
+        return value.dtype
     if isinstance(value, complex):
         return np.dtype(np.complex64)
     return jax_dtype(torch.int64) if isinstance(value, int) else default_float()
@@ -124,12 +129,22 @@ def arange(end: Any, **options: Any) -> Any:
     return arange_step(0, end, 1, **options)
 
 
-@lowering(aten.linspace.default)
+@lowering(
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+)
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -> Any:
     return jnp.linspace(start, end, steps, dtype=_dtype_of(0.0, dtype))
 
 
-@lowering(aten.logspace.default)
+@lowering(
+    aten.logspace.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
+)
 def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None, **_: Any) -> Any:
     return jnp.logspace(start, end, steps, base=base, dtype=_dtype_of(0.0, dtype))
 

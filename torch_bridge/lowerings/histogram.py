@@ -15,7 +15,7 @@ aten = torch.ops.aten
 @lowering(aten.histc.default)
 def histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Equal borders mean the range of the values, widened by 1 if that is empty too."""
-    edges = _edges(x, bins, None if min == max else (min, max))
+    edges = _edges(x, bins, None if min == max else (min, max), widening=1.0)
     return _count(x, edges, None)
 
 
@@ -28,7 +28,7 @@ def histogram(
     weight: Any = None,
     density: bool = False,
 ) -> tuple[Any, Any]:
-    return _histogram(x, _edges(x, bins, range), weight, density)
+    return _histogram(x, _edges(x, bins, range, widening=0.5), weight, density)
 
 
 @lowering(aten.histogram.bins_tensor)
@@ -43,11 +43,14 @@ def _histogram(x: Any, edges: Any, weight: Any, density: bool) -> tuple[Any, Any
     return counts, edges
 
 
-def _edges(x: Any, bins: int, limits: Sequence[float] | None) -> Any:
+def _edges(x: Any, bins: int, limits: Sequence[float] | None, *, widening: float) -> Any:
+    """Equal borders are moved apart by `widening` on each side."""
     x = lax.stop_gradient(x)
     low, high = (jnp.min(x), jnp.max(x)) if limits is None else map(jnp.asarray, limits)
     empty = low == high
-    return jnp.linspace(jnp.where(empty, low - 1, low), jnp.where(empty, high + 1, high), bins + 1)
+    return jnp.linspace(
+        jnp.where(empty, low - widening, low), jnp.where(empty, high + widening, high), bins + 1
+    )
 
 
 def _count(x: Any, edges: Any, weight: Any) -> Any:

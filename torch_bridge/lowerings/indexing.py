@@ -94,14 +94,20 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
 
 
 def _masked_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
-    """`x[mask] = values` keeps its shape if the values broadcast: it is a where."""
+    """`x[:, mask] = values`: the k-th true place takes the k-th value, or all take the only one."""
     first = next(i for i, index in enumerate(indices) if index is not None)
-    if any(index is not None for index in indices[first + 1 :]) or values.size != 1:
+    if any(index is not None for index in indices[first + 1 :]):
         _where(indices)
     mask = indices[first]
-    mask = mask.reshape((1,) * first + mask.shape + (1,) * (x.ndim - first - mask.ndim))
-    value = values.reshape(())
-    return jnp.where(mask, x + value if accumulate else value, x)
+    rest = x.shape[first + mask.ndim :]
+    flat = x.reshape(*x.shape[:first], mask.size, *rest)
+    axis = values.ndim - len(rest) - 1
+    if axis >= 0 and values.shape[axis] > 1:
+        order = jnp.cumsum(mask.reshape(-1)) - 1
+        values = jnp.take(values, order, axis=axis, mode="clip")
+    values = jnp.broadcast_to(values, flat.shape)
+    chosen = mask.reshape(-1, *(1,) * len(rest))
+    return jnp.where(chosen, flat + values if accumulate else values, flat).reshape(x.shape)
 
 
 @lowering(aten.index_add.default)
@@ -139,33 +145,3 @@ def one_hot(index: Any, num_classes: int = -1) -> Any:
 def bucketize(x: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
     del out_int32
     return jnp.searchsorted(boundaries, x, side="right" if right else "left")
-
-
-@lowering(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-def embedding_bag(
-    weight: Any,
-    index: Any,
-    offsets: Any,
-    _scale: bool = False,
-    mode: int = 0,
-    _sparse: bool = False,
-    per_sample_weights: Any = None,
-    include_last_offset: bool = False,
-    padding_idx: int = -1,
-) -> tuple[Any, ...]:
-    """(bags, ...): sum, mean or max (mode 0, 1, 2) of the rows between offsets."""
-    starts = offsets[:-1] if include_last_offset else offsets
-    num_bags = starts.shape[0]
-    bag = jnp.searchsorted(starts, jnp.arange(index.shape[0]), side="right") - 1
-    valid = index != padding_idx if padding_idx >= 0 else jnp.ones(index.shape, bool)
-    rows = weight[index]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights[:, None]
-    counts = jax.ops.segment_sum(valid.astype(weight.dtype), bag, num_bags)
-    if mode == 2:
-        rows = jnp.where(valid[:, None], rows, -jnp.inf)
-        out = jnp.where((counts > 0)[:, None], jax.ops.segment_max(rows, bag, num_bags), 0)
-    else:
-        out = jax.ops.segment_sum(jnp.where(valid[:, None], rows, 0), bag, num_bags)
-        out = out / jnp.maximum(counts, 1)[:, None] if mode == 1 else out
-    return out, bag, counts, counts

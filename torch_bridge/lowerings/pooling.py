@@ -1,7 +1,6 @@
-"""Pooling and resampling, in torch's layout: leading dims, then space."""
+"""Pooling over evenly spaced windows, in torch's layout: leading dims, then space."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -171,75 +170,3 @@ def adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
 @lowering(aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default)
 def adaptive_avg_pool3d(x: Any, output_size: Any) -> Any:
     return _adaptive(x, output_size, 3, jnp.mean)
-
-
-def _source_positions(count: int, size: int, scale: float | None, align_corners: bool) -> np.ndarray:
-    """Where output positions lie in the input, as real numbers."""
-    index = np.arange(count, dtype=np.float64)
-    if align_corners:
-        return index * ((size - 1) / (count - 1) if count > 1 else 0.0)
-    factor = size / count if scale is None or scale <= 0 else 1.0 / scale
-    return (index + 0.5) * factor - 0.5
-
-
-def _linear_matrix(count: int, size: int, scale: float | None, align_corners: bool) -> np.ndarray:
-    position = np.clip(_source_positions(count, size, scale, align_corners), 0, size - 1)
-    low = np.floor(position).astype(np.int64)
-    high = np.minimum(low + 1, size - 1)
-    matrix = np.zeros((count, size))
-    np.add.at(matrix, (np.arange(count), low), 1 - (position - low))
-    np.add.at(matrix, (np.arange(count), high), position - low)
-    return matrix
-
-
-def _interpolated(x: Any, dim: int, matrix: np.ndarray) -> Any:
-    out = jnp.tensordot(x, jnp.asarray(matrix, x.dtype), ((dim,), (1,)), precision=lax.Precision.HIGHEST)
-    return jnp.moveaxis(out, -1, dim)
-
-
-def _linear(x: Any, size: Sequence[int], align_corners: bool, scales: Sequence[float | None]) -> Any:
-    for offset, (count, scale) in enumerate(zip(size, scales, strict=True)):
-        dim = x.ndim - len(size) + offset
-        x = _interpolated(x, dim, _linear_matrix(count, x.shape[dim], scale, align_corners))
-    return x
-
-
-@lowering(aten.upsample_linear1d.default)
-def upsample_linear1d(x: Any, size: Any, align_corners: bool, scale: Any = None) -> Any:
-    return _linear(x, size, align_corners, (scale,))
-
-
-@lowering(aten.upsample_bilinear2d.default)
-def upsample_bilinear2d(x: Any, size: Any, align_corners: bool, height: Any = None, width: Any = None) -> Any:
-    return _linear(x, size, align_corners, (height, width))
-
-
-@lowering(aten.upsample_trilinear3d.default)
-def upsample_trilinear3d(
-    x: Any, size: Any, align_corners: bool, depth: Any = None, height: Any = None, width: Any = None
-) -> Any:
-    return _linear(x, size, align_corners, (depth, height, width))
-
-
-def _nearest(x: Any, size: Sequence[int], scales: Sequence[float | None]) -> Any:
-    for offset, (count, scale) in enumerate(zip(size, scales, strict=True)):
-        dim = x.ndim - len(size) + offset
-        factor = np.float32(x.shape[dim] / count if scale is None or scale <= 0 else 1.0 / scale)
-        index = np.minimum(np.floor(np.arange(count, dtype=np.float32) * factor), x.shape[dim] - 1)
-        x = jnp.take(x, jnp.asarray(index, np.int32), axis=dim)
-    return x
-
-
-@lowering(aten.upsample_nearest1d.default)
-def upsample_nearest1d(x: Any, size: Any, scale: Any = None) -> Any:
-    return _nearest(x, size, (scale,))
-
-
-@lowering(aten.upsample_nearest2d.default)
-def upsample_nearest2d(x: Any, size: Any, height: Any = None, width: Any = None) -> Any:
-    return _nearest(x, size, (height, width))
-
-
-@lowering(aten.upsample_nearest3d.default)
-def upsample_nearest3d(x: Any, size: Any, depth: Any = None, height: Any = None, width: Any = None) -> Any:
-    return _nearest(x, size, (depth, height, width))

@@ -1,4 +1,4 @@
-"""Reductions and cumulative operators. Half precision accumulates in float32, as torch's kernels do.
+"""Reductions. Half precision accumulates in float32, as torch's kernels do.
 
 Where several elements share the extreme value, `amax` spreads the gradient evenly and `max` over a dim
 gives it to the element whose index it returns.
@@ -17,6 +17,7 @@ from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import accumulation, floating, jax_dtype
 
 aten = torch.ops.aten
+
 Dims = Sequence[int] | int | None
 
 
@@ -28,7 +29,7 @@ def dims_of(x: Any, dim: Dims) -> tuple[int, ...]:
     return tuple(d % x.ndim for d in listed) if x.ndim else ()
 
 
-def _summed_dtype(x: Any, dtype: Any) -> Any:
+def summed_dtype(x: Any, dtype: Any) -> Any:
     if dtype is not None:
         return jax_dtype(dtype)
     integral = x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)
@@ -37,7 +38,7 @@ def _summed_dtype(x: Any, dtype: Any) -> Any:
 
 @lowering(aten.sum.default, aten.sum.dim_IntList)
 def total(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    result = _summed_dtype(x, dtype)
+    result = summed_dtype(x, dtype)
     return jnp.sum(x.astype(accumulation(result)), dims_of(x, dim), keepdims=keepdim).astype(result)
 
 
@@ -60,12 +61,12 @@ def nanmean(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = Non
 
 @lowering(aten.prod.default)
 def prod(x: Any, *, dtype: Any = None) -> Any:
-    return jnp.prod(x.astype(_summed_dtype(x, dtype)))
+    return jnp.prod(x.astype(summed_dtype(x, dtype)))
 
 
 @lowering(aten.prod.dim_int)
 def prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.prod(x.astype(_summed_dtype(x, dtype)), dims_of(x, dim), keepdims=keepdim)
+    return jnp.prod(x.astype(summed_dtype(x, dtype)), dims_of(x, dim), keepdims=keepdim)
 
 
 def variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Any:
@@ -138,6 +139,7 @@ def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[A
 
 
 lowering(aten.max.default)(jnp.max)
+
 lowering(aten.min.default)(jnp.min)
 
 
@@ -195,92 +197,18 @@ def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
     return jax.nn.logsumexp(floating(x), dims_of(x, dim), keepdims=keepdim)
 
 
-def _vector_norm(x: Any, order: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
-    if order == 2 and not jnp.iscomplexobj(x):
-        return _euclidean(x, dims, keepdim)
-    size = jnp.abs(x)
-    if order == math.inf:
-        return jnp.max(size, dims, keepdims=keepdim)
-    if order == -math.inf:
-        return jnp.min(size, dims, keepdims=keepdim)
-    if order == 0:
-        return jnp.sum(x != 0, dims, keepdims=keepdim).astype(size.dtype)
-    if order == 1:
-        return jnp.sum(size, dims, keepdims=keepdim)
-    return jnp.power(jnp.sum(jnp.power(size, order), dims, keepdims=keepdim), 1.0 / order)
-
-
-def _euclidean(x: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """torch's gradient at the zero vector is 0."""
-    squares = jnp.sum(jnp.square(x), dims, keepdims=keepdim)
-    zero = squares == 0
-    return jnp.where(
-        zero, jnp.zeros_like(squares), jnp.sqrt(jnp.where(zero, jnp.ones_like(squares), squares))
-    )
-
-
-@lowering(aten.linalg_vector_norm.default)
-def linalg_vector_norm(
-    x: Any, order: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    result = x.dtype if dtype is None else jax_dtype(dtype)
-    out = _vector_norm(x.astype(accumulation(result)), order, dims_of(x, dim), keepdim)
-    return out.astype(jnp.finfo(result).dtype)
-
-
-@lowering(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
-def norm(x: Any, order: Any = 2, dim: Dims = None, keepdim: bool = False) -> Any:
-    return linalg_vector_norm(x, 2 if order is None else order, dim, keepdim)
-
-
-@lowering(aten.cumsum.default)
-def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
-    result = _summed_dtype(x, dtype)
-    return jnp.cumsum(x.astype(accumulation(result)), dim).astype(result) if x.ndim else x.astype(result)
-
-
-@lowering(aten.cumprod.default)
-def cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
-    result = _summed_dtype(x, dtype)
-    return jnp.cumprod(x.astype(result), dim) if x.ndim else x.astype(result)
-
-
-@lowering(aten.logcumsumexp.default)
-def logcumsumexp(x: Any, dim: int) -> Any:
-    return lax.cumlogsumexp(x, dim % x.ndim) if x.ndim else x
-
-
-def _cumulative(x: Any, dim: int, better: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """Running extreme and the latest position that holds it."""
-    if not x.ndim:
-        return x, jnp.zeros((), jax_dtype(torch.int64))
-    position = lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % x.ndim)
-
-    def later(a: Any, b: Any) -> Any:
-        take = better(b[0], a[0])
-        return jnp.where(take, b[0], a[0]), jnp.where(take, b[1], a[1])
-
-    _, index = lax.associative_scan(later, (lax.stop_gradient(x), position), axis=dim)
-    return jnp.take_along_axis(x, index, dim), index
-
-
-@lowering(aten.cummax.default)
-def cummax(x: Any, dim: int) -> tuple[Any, Any]:
-    return _cumulative(x, dim, lambda new, old: (new >= old) | jnp.isnan(new))
-
-
-@lowering(aten.cummin.default)
-def cummin(x: Any, dim: int) -> tuple[Any, Any]:
-    return _cumulative(x, dim, lambda new, old: (new <= old) | jnp.isnan(new))
+@lowering(aten.hash_tensor.default)
+def hash_tensor(x: Any, dim: Dims = (), *, keepdim: bool = False, mode: int = 0) -> Any:
+    """The exclusive or of all elements' bits as 64-bit numbers, so it needs 64-bit JAX."""
+    del mode  # torch has this one
+    wide = jnp.issubdtype(x.dtype, jnp.floating)
+    exact = x.astype(jax_dtype(torch.float64)) if wide else x.astype(jnp.int64)
+    bits = lax.bitcast_convert_type(exact, jnp.uint64)
+    dims = dims_of(x, dim)
+    out = lax.reduce(bits, jnp.zeros((), bits.dtype), lax.bitwise_xor, dims)
+    return jnp.expand_dims(out, dims) if keepdim else out
 
 
 @lowering(aten.trace.default)
 def trace(x: Any) -> Any:
-    return jnp.trace(x, dtype=_summed_dtype(x, None))
-
-
-@lowering(aten.cdist.default, aten._cdist_forward.default)
-def cdist(a: Any, b: Any, p: float = 2.0, *_: Any, **__: Any) -> Any:
-    """Distances between the rows of a `[..., n, dim]` and b `[..., m, dim]`."""
-    difference = a[..., :, None, :] - b[..., None, :, :]
-    return _vector_norm(difference, p, (difference.ndim - 1,), False)
+    return jnp.trace(x, dtype=summed_dtype(x, None))

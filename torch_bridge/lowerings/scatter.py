@@ -12,6 +12,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import jax_dtype
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ def _along(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
 
 def _scatter_place(x: Any, dim: int, index: Any, source: Any) -> tuple[Any, Any]:
     if not x.ndim:
-        return x.reshape(1).at[index.reshape(-1)], jnp.reshape(source, (-1,))
+        return x.reshape(1).at[index.reshape(-1)], None if source is None else jnp.reshape(source, (-1,))
     if isinstance(source, jax.Array) and source.ndim:
         source = source[tuple(slice(0, size) for size in index.shape)]
     return x.at[_along(x, dim, index)], source
@@ -65,7 +66,9 @@ def scatter_reduce(
         source = jnp.broadcast_to(source, index.shape) if not source.ndim else source
         source = source[tuple(slice(0, size) for size in index.shape)].reshape(-1)
         places = (index,) if not x.ndim else _along(x, dim, index)
-        return _product(jnp.atleast_1d(start), tuple(p.reshape(-1) for p in places), source).reshape(x.shape)
+        return product_at(jnp.atleast_1d(start), tuple(p.reshape(-1) for p in places), source).reshape(
+            x.shape
+        )
     place, source = _scatter_place(start, dim, index, source)
     combine = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}[reduce]
     out = getattr(place, combine)(source).reshape(x.shape)
@@ -90,16 +93,16 @@ def _neutral(reduce: str, x: Any) -> Any:
 
 
 @jax.custom_jvp
-def _product(start: Any, places: tuple[Any, ...], source: Any) -> Any:
+def product_at(start: Any, places: tuple[Any, ...], source: Any) -> Any:
     """`start` multiplied at each place by every value of `source` that goes there."""
     return start.at[places].multiply(source)
 
 
-@_product.defjvp
-def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+@product_at.defjvp
+def _product_at_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     """Each factor's share is the product of the others, which one zero among them makes zero."""
     start, places, source = primals
-    nonzero = _product(_one_for_zero(start), places, _one_for_zero(source))
+    nonzero = product_at(_one_for_zero(start), places, _one_for_zero(source))
     zeros = (start == 0).astype(jnp.int32).at[places].add((source == 0).astype(jnp.int32))
 
     def share(factor: Any, product: Any, zeros: Any) -> Any:
@@ -108,7 +111,7 @@ def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
 
     tangent = share(start, nonzero, zeros) * tangents[0]
     moved = share(source, nonzero[places], zeros[places]) * tangents[2]
-    return _product(*primals), tangent.at[places].add(moved)
+    return product_at(*primals), tangent.at[places].add(moved)
 
 
 def _one_for_zero(x: Any) -> Any:
@@ -145,6 +148,8 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 
 @lowering(aten.nonzero_static.default)
 def nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
+    if not x.ndim:
+        return jnp.zeros((size, 0), jax_dtype(torch.int64))
     return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), -1)
 
 

@@ -1,4 +1,4 @@
-"""Operators that only rearrange: views, joins, splits, padding, rolling."""
+"""Views: operators that show the elements of one array in another shape, and write into such views."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import jax_dtype, promoted
+from torch_bridge.tensors import jax_dtype
 
 aten = torch.ops.aten
 
@@ -43,6 +43,19 @@ def view_dtype(x: Any, dtype: Any) -> Any:
         return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, ratio), wanted)
     out = lax.bitcast_convert_type(x, wanted)
     return out.reshape(*x.shape[:-1], -1) if out.ndim > x.ndim else out
+
+
+@lowering(aten.resize.default)
+def resize(x: Any, size: Sequence[int], **_: Any) -> Any:
+    """The elements in reading order; what torch leaves unset is zero here."""
+    count = math.prod(size)
+    flat = x.reshape(-1)[:count]
+    return jnp.pad(flat, (0, count - flat.size)).reshape(tuple(size))
+
+
+@lowering(aten.resize_as.default)
+def resize_as(x: Any, like: Any, **_: Any) -> Any:
+    return resize(x, like.shape)
 
 
 @lowering(aten.view_as.default, aten.reshape_as.default)
@@ -164,144 +177,11 @@ def select_scatter(x: Any, source: Any, dim: int, index: int) -> Any:
     return x.at[where].set(source.astype(x.dtype))
 
 
-@lowering(aten.cat.default, aten.concat.default, aten.concatenate.default)
-def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Old-style empty tensors of shape (0,) are skipped, as torch does."""
-    dtype = promoted(tensors)
-    kept = [x for x in tensors if x.shape != (0,)] or list(tensors[:1])
-    return jnp.concatenate([x.astype(dtype) for x in kept], dim)
-
-
-@lowering(aten.stack.default)
-def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
-    dtype = promoted(tensors)
-    return jnp.stack([x.astype(dtype) for x in tensors], dim)
-
-
-@lowering(aten.split.Tensor, aten.split_copy.Tensor)
-def split(x: Any, size: int, dim: int = 0) -> tuple[Any, ...]:
-    length = x.shape[dim]
-    if length == 0:
-        return (x,)
-    return tuple(
-        lax.slice_in_dim(x, i, min(i + size, length), axis=dim % x.ndim) for i in range(0, length, size)
-    )
-
-
-@lowering(aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.split.sizes)
-def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> tuple[Any, ...]:
-    parts = []
-    start = 0
-    for size in sizes:
-        parts.append(lax.slice_in_dim(x, start, start + size, axis=dim % x.ndim))
-        start += size
-    return tuple(parts)
-
-
-@lowering(aten.chunk.default)
-def chunk(x: Any, chunks: int, dim: int = 0) -> tuple[Any, ...]:
-    return split(x, max(-(-x.shape[dim] // chunks), 1), dim)
-
-
-@lowering(aten.unbind.int, aten.unbind_copy.int)
-def unbind(x: Any, dim: int = 0) -> tuple[Any, ...]:
-    dim %= x.ndim
-    return tuple(lax.index_in_dim(x, i, dim, keepdims=False) for i in range(x.shape[dim]))
-
-
-@lowering(aten.repeat.default)
-def repeat(x: Any, repeats: Sequence[int]) -> Any:
-    return jnp.tile(x, repeats)
-
-
-@lowering(aten.tile.default)
-def tile(x: Any, dims: Sequence[int]) -> Any:
-    return jnp.tile(x, dims)
-
-
-@lowering(aten.repeat_interleave.self_int)
-def repeat_interleave(x: Any, repeats: int, dim: int | None = None, **_: Any) -> Any:
-    return jnp.repeat(x, repeats, axis=dim)
-
-
-@lowering(aten.flip.default)
-def flip(x: Any, dims: Sequence[int]) -> Any:
-    return jnp.flip(x, tuple(dims))
-
-
-@lowering(aten.roll.default)
-def roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
-    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
-
-
-@lowering(aten.rot90.default)
-def rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    return jnp.rot90(x, k, (dims[0], dims[1]))
-
-
-@lowering(aten.constant_pad_nd.default)
-def constant_pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    """`pad` lists (before, after) from the last dim on; negative numbers cut off."""
-    config = [(0, 0, 0)] * x.ndim
-    for i in range(len(pad) // 2):
-        config[x.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
-    return lax.pad(x, jnp.asarray(value, x.dtype), config)
-
-
-_PAD_MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
-
-
-@lowering(aten.pad.default)
-def pad(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    if mode == "constant":
-        return constant_pad(x, pad, 0 if value is None else value)
-    return _mode_pad(x, pad, _PAD_MODES[mode])
-
-
-def _mode_pad(x: Any, pad: Sequence[int], mode: str) -> Any:
-    widths = [(0, 0)] * x.ndim
-    cuts = [slice(None)] * x.ndim
-    for i in range(len(pad) // 2):
-        before, after = pad[2 * i], pad[2 * i + 1]
-        dim = x.ndim - 1 - i
-        widths[dim] = (max(before, 0), max(after, 0))
-        length = widths[dim][0] + x.shape[dim] + widths[dim][1]
-        cuts[dim] = slice(max(-before, 0), length + min(after, 0))
-    # Cut last: what is padded mirrors the whole of x.
-    return jnp.pad(x, widths, mode=mode)[tuple(cuts)]
-
-
-@lowering(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
-def reflection_pad(x: Any, pad: Sequence[int]) -> Any:
-    return _mode_pad(x, pad, "reflect")
-
-
-@lowering(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
-def replication_pad(x: Any, pad: Sequence[int]) -> Any:
-    return _mode_pad(x, pad, "edge")
-
-
-@lowering(aten.pixel_shuffle.default)
-def pixel_shuffle(x: Any, factor: int) -> Any:
-    *lead, channels, height, width = x.shape
-    x = x.reshape(*lead, channels // factor**2, factor, factor, height, width)
-    n = len(lead)
-    x = jnp.transpose(x, (*range(n), n, n + 3, n + 1, n + 4, n + 2))
-    return x.reshape(*lead, channels // factor**2, height * factor, width * factor)
-
-
-@lowering(aten.pixel_unshuffle.default)
-def pixel_unshuffle(x: Any, factor: int) -> Any:
-    *lead, channels, height, width = x.shape
-    x = x.reshape(*lead, channels, height // factor, factor, width // factor, factor)
-    n = len(lead)
-    x = jnp.transpose(x, (*range(n), n, n + 2, n + 4, n + 1, n + 3))
-    return x.reshape(*lead, channels * factor**2, height // factor, width // factor)
-
-
 @lowering(aten.unfold.default)
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:
     """Windows along a dim; their content becomes the last dim."""
+    if not x.ndim:
+        return x.reshape(1)[:size]
     dim %= x.ndim
     count = (x.shape[dim] - size) // step + 1
     index = jnp.arange(count)[:, None] * step + jnp.arange(size)[None, :]
@@ -330,18 +210,3 @@ def diag_embed(x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     cols = jnp.arange(x.shape[-1]) + max(offset, 0)
     out = jnp.zeros((*x.shape[:-1], size, size), x.dtype).at[..., rows, cols].set(x)
     return jnp.moveaxis(out, (-2, -1), (dim1, dim2))
-
-
-@lowering(aten.meshgrid.indexing)
-def meshgrid(tensors: Sequence[Any], *, indexing: str = "ij") -> tuple[Any, ...]:
-    return tuple(jnp.meshgrid(*map(jnp.atleast_1d, tensors), indexing=indexing))
-
-
-@lowering(aten.meshgrid.default)
-def meshgrid_ij(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    return meshgrid(tensors)
-
-
-@lowering(aten.broadcast_tensors.default)
-def broadcast_tensors(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(jnp.broadcast_arrays(*tensors))

@@ -100,6 +100,25 @@ def max_unpool(x: Any, indices: Any, output_size: Sequence[int], *_: Any) -> Any
     return out.reshape(*lead, *output_size)
 
 
+@lowering(aten.max_pool2d_with_indices_backward.default)
+def max_pool_backward(
+    gradient: Any,
+    x: Any,
+    _kernel: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    _ceil_mode: bool,
+    indices: Any,
+) -> Any:
+    """Every gradient goes to the element that its window took."""
+    size = x.shape[-2] * x.shape[-1]
+    flat = (math.prod(x.shape[:-2]), -1)
+    rows = jnp.arange(flat[0])[:, None]
+    out = jnp.zeros((flat[0], size), x.dtype)
+    return out.at[rows, indices.reshape(flat)].add(gradient.reshape(flat)).reshape(x.shape)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _placed(x: Any, places: Any, size: int) -> Any:
     rows = jnp.arange(x.shape[0])[:, None]

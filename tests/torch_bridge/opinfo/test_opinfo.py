@@ -9,7 +9,8 @@ import pytest
 import torch
 from jax import lax
 
-from tests.torch_bridge.opinfo.judge import PASSES, Outcome, judge, samples
+from tests.torch_bridge.opinfo.judge import judge, samples
+from tests.torch_bridge.opinfo.outcome import PASSES, Outcome
 from torch_bridge.lowerings import registry
 
 pytest.importorskip("expecttest", reason="PyTorch's operator database needs it")
