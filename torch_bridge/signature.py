@@ -181,7 +181,7 @@ def _read_node(node: torch.fx.Node, args: Any, kwargs: Any) -> Node:
         args=args,
         kwargs=kwargs,
         path=_module_path(node),
-        source=_source_line(node.meta.get("stack_trace")),
+        source=source_line(node.meta.get("stack_trace")),
         dtypes=tuple(getattr(item, "dtype", None) for item in (value if many else [value])),
         shape=tuple(value.shape) if isinstance(value, torch.Tensor) else None,
     )
@@ -195,7 +195,7 @@ def _module_path(node: torch.fx.Node) -> str:
     return (name + ".").removeprefix(PREFIX).split("@")[0].rstrip(".").replace(".", "/")
 
 
-def _source_line(trace: str | None) -> str:
+def source_line(trace: str | None) -> str:
     """`file:line: code` of the innermost frame outside torch."""
     lines = (trace or "").splitlines()
     found = ""

@@ -7,6 +7,7 @@ from torch_bridge.lowerings import convolution as convolution
 from torch_bridge.lowerings import creation as creation
 from torch_bridge.lowerings import elementwise as elementwise
 from torch_bridge.lowerings import fft as fft
+from torch_bridge.lowerings import higher_order as higher_order
 from torch_bridge.lowerings import histogram as histogram
 from torch_bridge.lowerings import indexing as indexing
 from torch_bridge.lowerings import linalg as linalg
