@@ -6,29 +6,31 @@ the traced program (plans, profiles, errors) speaks in the names of the user's m
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
+from torch_bridge import operators
 from torch_bridge.errors import BridgeError, UnsupportedOpError, message
 from torch_bridge.lowerings import registry
-from torch_bridge.program import Affine, Graph, Node, Ref, tree_map
+from torch_bridge.program import Affine, Graph, Node, Ref, refs, subgraphs, tree_map
 from torch_bridge.random import node_key
 from torch_bridge.tensors import jax_dtype
 
 
 def check(graph: Graph, positions: Sequence[int]) -> None:
-    """See that these nodes can be lowered.
+    """See that these nodes can be lowered, and those of their subgraphs.
 
     Raises:
         UnsupportedOpError: for the first operators that have no lowering, all of them in one message.
         BridgeError: for a dtype that JAX lacks here.
     """
     missing: dict[Any, Node] = {}
-    for position in positions:
-        node = graph.nodes[position]
+    for node in _with_subgraphs(graph, positions):
         if node.operator is not operator.getitem and registry.find(node.operator) is None:
             missing.setdefault(node.operator, node)
         for dtype in node.dtypes:
@@ -36,6 +38,14 @@ def check(graph: Graph, positions: Sequence[int]) -> None:
                 _checked_dtype(dtype, node)
     if missing:
         raise UnsupportedOpError(_unsupported(missing))
+
+
+def _with_subgraphs(graph: Graph, positions: Sequence[int]) -> Iterator[Node]:
+    for position in positions:
+        node = graph.nodes[position]
+        yield node
+        for body in subgraphs(node.args):
+            yield from _with_subgraphs(body, range(len(body.nodes)))
 
 
 def _unsupported(missing: Mapping[Any, Node]) -> str:
@@ -64,12 +74,14 @@ def _checked_dtype(dtype: torch.dtype, node: Node) -> None:
 
 def draws_random(graph: Graph, positions: Sequence[int]) -> bool:
     """Whether any of these nodes needs a PRNG key."""
-    for position in positions:
-        node = graph.nodes[position]
-        found = registry.find(node.operator)
-        if found is not None and found.random(*node.args, **node.kwargs):
-            return True
-    return False
+    return any(_draws(graph.nodes[position]) for position in positions)
+
+
+def _draws(node: Node) -> bool:
+    found = registry.find(node.operator)
+    if found is not None and found.random(*node.args, **node.kwargs):
+        return True
+    return any(draws_random(body, range(len(body.nodes))) for body in subgraphs(node.args))
 
 
 def run(
@@ -89,18 +101,90 @@ def run(
         rows: number of batch rows, for the literals that follow it.
         rng: PRNG key, for programs that draw random numbers.
     """
+    walk = _Walk(graph=graph, rows=rows, rng=rng)
     values: dict[int, Any] = dict(enumerate(inputs))
+    walk.compute(graph.needed(outputs), values)
+    return walk.resolved(tuple(outputs), values)
 
-    def resolved(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            return values[leaf.index]
-        return leaf.at(rows) if isinstance(leaf, Affine) else leaf
 
-    for position in graph.needed(outputs):
-        node = graph.nodes[position]
-        args, kwargs = tree_map(resolved, node.args), tree_map(resolved, node.kwargs)
-        values[position + graph.num_inputs] = _evaluate(node, position, args, kwargs, rng)
-    return tuple(tree_map(resolved, out) for out in outputs)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subgraph:
+    """A function that a higher-order operator takes: positional arrays to the tuple of what it returns."""
+
+    graph: Graph
+    rows: int
+
+    def __call__(self, *inputs: Any, rng: Any = None) -> tuple[Any, ...]:
+        return run(self.graph, inputs, self.graph.outputs, rows=self.rows, rng=rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Walk:
+    """One evaluation of a graph. `values` maps value numbers to arrays."""
+
+    graph: Graph
+    rows: int
+    rng: Any
+
+    def resolved(self, tree: Any, values: Mapping[int, Any]) -> Any:
+        def leaf_value(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return values[leaf.index]
+            if isinstance(leaf, Graph):
+                return Subgraph(graph=leaf, rows=self.rows)
+            return leaf.at(self.rows) if isinstance(leaf, Affine) else leaf
+
+        return tree_map(leaf_value, tree)
+
+    def compute(self, positions: Sequence[int], values: dict[int, Any]) -> None:
+        for position in positions:
+            node = self.graph.nodes[position]
+            if operators.is_gradient(node.operator):
+                result = self._differentiate(node, values)
+            else:
+                args, kwargs = self.resolved(node.args, values), self.resolved(node.kwargs, values)
+                result = _evaluate(node, position, args, kwargs, self.rng)
+            values[position + self.graph.num_inputs] = result
+
+    def _differentiate(self, node: Node, values: Mapping[int, Any]) -> tuple[Any, ...]:
+        """Gradients of some values with respect to earlier ones: the nodes between them, differentiated.
+
+        Inputs get an additive zero each, which is what is differentiated: one input may depend on another.
+        """
+        outputs, inputs, seeds, batched = node.args
+        numbers = [ref.index for ref in inputs]
+        positions = self.graph.between(numbers, outputs)
+        _check_connected(node, self.graph, numbers, positions)
+
+        def moved(zeros: tuple[Any, ...]) -> tuple[Any, ...]:
+            here, shift = dict(values), dict(zip(numbers, zeros, strict=True))
+            for number in numbers:
+                if number - self.graph.num_inputs not in positions:
+                    here[number] = here[number] + shift[number]
+            for position in positions:
+                self.compute((position,), here)
+                number = position + self.graph.num_inputs
+                if number in shift:
+                    here[number] = here[number] + shift[number]
+            return self.resolved(outputs, here)
+
+        _, pull = jax.vjp(moved, tuple(jnp.zeros_like(values[number]) for number in numbers))
+        (gradients,) = (jax.vmap(pull) if batched else pull)(self.resolved(seeds, values))
+        return gradients
+
+
+def _check_connected(node: Node, graph: Graph, inputs: Sequence[int], positions: Sequence[int]) -> None:
+    """torch saw a path from every input; it must have survived the export."""
+    used = {ref.index for position in positions for ref in refs((graph.nodes[position].args,))}
+    used |= {ref.index for ref in refs(node.args[0])}
+    if not used.issuperset(inputs):
+        raise BridgeError(
+            message(
+                "a gradient that forward takes is lost in the exported graph.",
+                *([f"at {node.source}"] if node.source else []),
+                hint="differentiate with respect to a tensor that the outputs are computed from directly",
+            )
+        )
 
 
 def _evaluate(node: Node, position: int, args: Any, kwargs: Any, rng: Any) -> Any:
@@ -110,7 +194,7 @@ def _evaluate(node: Node, position: int, args: Any, kwargs: Any, rng: Any) -> An
     if found is None:
         raise UnsupportedOpError(_unsupported({node.operator: node}))
     with jax.named_scope(node.path) if node.path else contextlib.nullcontext():
-        if found.random(*node.args, **node.kwargs):
+        if _draws(node):
             kwargs = {**kwargs, "rng": node_key(rng, position, node.path)}
         return _cast(found.function(*args, **kwargs), node.dtypes)
 

@@ -33,7 +33,8 @@ class Node:
 
     Args:
         operator: a torch overload or a builtin such as `operator.getitem`.
-        args, kwargs: nested tuples and dicts of `Ref`, `Affine` and constants.
+        args, kwargs: nested tuples and dicts of `Ref`, `Affine`, constants, and `Graph` where a
+            higher-order operator takes a function.
         path: where in the module tree, slash-separated ("bert/encoder/layer/0"), "" for the root.
         source: the user's file and line, "" if unknown.
         dtypes: torch dtype of each result (one for a single tensor, None for what is no tensor).
@@ -71,6 +72,17 @@ class Graph:
                 live |= {ref.index for ref in refs((node.args, node.kwargs))}
         return tuple(reversed(kept))
 
+    def between(self, inputs: Sequence[int], outputs: Sequence[Any]) -> tuple[int, ...]:
+        """Positions of the nodes on the way from these values (by number) to the outputs, in order."""
+        moving = set(inputs)
+        kept: list[int] = []
+        for position in self.needed(outputs):
+            node = self.nodes[position]
+            if any(ref.index in moving for ref in refs((node.args, node.kwargs))):
+                moving.add(position + self.num_inputs)
+                kept.append(position)
+        return tuple(kept)
+
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply to every leaf of nested tuples, lists and dicts; lists become tuples."""
@@ -91,3 +103,12 @@ def refs(tree: Any) -> Iterator[Ref]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from refs(item)
+
+
+def subgraphs(tree: Any) -> Iterator[Graph]:
+    """All graphs that a tree holds: the branches and bodies of a higher-order operator."""
+    if isinstance(tree, Graph):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from subgraphs(item)

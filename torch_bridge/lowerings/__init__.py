@@ -13,6 +13,7 @@ from torch_bridge.lowerings import cumulative as cumulative
 from torch_bridge.lowerings import effects as effects
 from torch_bridge.lowerings import elementwise as elementwise
 from torch_bridge.lowerings import fft as fft
+from torch_bridge.lowerings import higher_order as higher_order
 from torch_bridge.lowerings import histogram as histogram
 from torch_bridge.lowerings import indexing as indexing
 from torch_bridge.lowerings import joining as joining

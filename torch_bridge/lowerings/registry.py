@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Operator = Any  # torch.ops overloads have no public type
 
@@ -51,19 +53,56 @@ def lowering(*operators: Operator, random: Callable[..., bool] = never) -> Calla
     return register
 
 
-def register_lowering(operator: Operator) -> Callable[[Function], Function]:
-    """Teach the bridge an operator, or replace what it does for one.
+def register_lowering(target: Any, *, random: bool = False) -> Callable[[Function], Function]:
+    """Teach the bridge an operator or an autograd.Function, or replace what it does for one.
+
+    Gradients are those of the JAX function: give it a `jax.custom_vjp` where they are to be others than
+    its own derivative. A gradient formula that torch has for the operator (`register_autograd`, or the
+    Function's `backward`) is not used.
 
     Args:
-        operator: an overload, such as `torch.ops.mylib.fused.default`.
+        target: an overload such as `torch.ops.mylib.fused.default`; an operator with one overload, such as
+            `torch.ops.mylib.fused` or what `torch.library.custom_op` returns; or a subclass of
+            `torch.autograd.Function`. The JAX function takes the operator's arguments, or those of the
+            Function's `apply`: arrays for tensors, the values themselves for the rest.
+        random: whether the function draws random numbers; it then gets a PRNG key as `rng=`.
+
+    Raises:
+        TypeError: if `target` is none of these.
 
     Example:
-        >>> import torch, jax.numpy as jnp
-        >>> @register_lowering(torch.ops.aten.erfcx.default)  # doctest: +SKIP
-        ... def erfcx(x):
-        ...     return jnp.exp(x * x) * jax.scipy.special.erfc(x)
+        >>> import torch, jax, jax.numpy as jnp
+        >>> class Clip(torch.autograd.Function):  # values clipped to [-1, 1], gradient passed through
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return x.clamp(-1, 1)
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return grad
+        >>> @register_lowering(Clip)
+        ... @jax.custom_vjp
+        ... def clip(x):
+        ...     return jnp.clip(x, -1, 1)
+        >>> clip.defvjp(lambda x: (clip(x), None), lambda _, grad: (grad,))
     """
-    return lowering(operator)
+    return lowering(_operator(target), random=always if random else never)
+
+
+def _operator(target: Any) -> Operator:
+    if isinstance(target, torch.library.CustomOpDef):
+        return target._opoverload
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = target.overloads()
+        if len(overloads) > 1:
+            raise TypeError(f"{target} has several overloads: name one of {', '.join(overloads)}")
+        return getattr(target, overloads[0])
+    is_function = isinstance(target, type) and issubclass(target, torch.autograd.Function)
+    if is_function or isinstance(target, torch._ops.OperatorBase):
+        return target
+    raise TypeError(
+        f"got {target!r}; expected an operator (torch.ops....), a torch.library.custom_op, or a subclass of "
+        "torch.autograd.Function"
+    )
 
 
 def find(operator: Operator) -> Lowering | None:

@@ -1,0 +1,90 @@
+"""What torch.autocast does on an accelerator, written as casts into a graph on the host.
+
+Which operators have a rule is asked of torch's dispatcher (its AutocastCUDA kernels); those that run in
+the lower precision and those that promote are listed here, all others run in float32:
+https://pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior
+"""
+
+import enum
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+_aten = torch.ops.aten
+
+
+class Rule(enum.Enum):
+    """The dtype in which autocast runs an operator."""
+
+    LOWER = "lower"  # the region's dtype
+    FLOAT32 = "float32"
+    WIDEST = "widest"  # the widest dtype among its tensors
+
+
+_LOWER = set(
+    "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
+    "convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv "
+    "linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell "
+    "_thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention "
+    "_scaled_dot_product_flash_attention lstm gru rnn_tanh rnn_relu".split()
+)
+_WIDEST = set(
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack "
+    "concat hstack vstack".split()
+)
+# Compositions of operators that have a rule; torch.export keeps them whole.
+_WHOLE = {
+    **dict.fromkeys("lstm gru rnn_tanh rnn_relu".split(), Rule.LOWER),
+    **dict.fromkeys("cross_entropy_loss nll_loss_nd softmin norm normalize".split(), Rule.FLOAT32),
+    **dict.fromkeys("cat stack concat hstack vstack".split(), Rule.WIDEST),
+}
+_OF_DTYPES = {_aten._assert_tensor_metadata.default}
+
+
+def rule_of(operator: Any) -> Rule | None:
+    """The rule for an overload, or None if autocast leaves it alone."""
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+        return None
+    name = operator._schema.name.removeprefix("aten::").removesuffix("_")
+    if name in _WHOLE:
+        return _WHOLE[name]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCUDA"):
+        return None
+    if name in _LOWER:
+        return Rule.LOWER
+    return Rule.WIDEST if name in _WIDEST else Rule.FLOAT32
+
+
+def apply_rules(body: GraphModule, dtype: torch.dtype) -> None:
+    """Make the operators of an autocast region cast what they take, in place."""
+    for node in list(body.graph.nodes):
+        if node.op != "call_function":
+            continue
+        rule = rule_of(node.target)
+        if node.target in _OF_DTYPES:
+            body.graph.erase_node(node)  # states the dtypes without autocast
+        elif rule is not None:
+            node.args = (node.target, rule.value, dtype, *node.args)
+            node.target = run_cast
+    body.recompile()
+
+
+def run_cast(operator: Any, rule: str, lower: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator as autocast does. It runs while the graph is decomposed, where dtypes are known."""
+    if rule == Rule.FLOAT32.value and kwargs.get("dtype") is not None:
+        return operator(*args, **kwargs)
+    found = [x for x in pytree.tree_leaves((args, kwargs)) if _is_cast(x)]
+    widest = lower if all(x.dtype == lower for x in found) else torch.float32
+    dtype = {Rule.LOWER.value: lower, Rule.FLOAT32.value: torch.float32}.get(rule, widest)
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if _is_cast(x) and x.dtype != dtype else x
+
+    args, kwargs = pytree.tree_map(cast, (args, kwargs))
+    return operator(*args, **kwargs)
+
+
+def _is_cast(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64

@@ -1,0 +1,277 @@
+"""What is watched and replaced while torch.export runs a module's forward.
+
+Some of what Python code may do in forward leaves no trace in a graph. Here it is turned into something
+that does (`.data`, inference_mode, torch.autograd.grad, checkpoints, autocast for an accelerator), or
+refused (hooks on gradients, custom autograd.Functions without a lowering, backward()).
+
+Replacements hold for the exporting thread alone and are undone at the end; exports take turns.
+"""
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from torch_bridge import functions, gradients
+from torch_bridge.errors import BridgeError, message
+from torch_bridge.rewrites import rewritten
+from torch_bridge.signature import OUTSIDE_USER_CODE
+
+_EXPORTS = threading.RLock()
+_Tensor: Any = torch.Tensor
+
+
+def user_line(frames: Any) -> str:
+    """The innermost frame that is neither torch's nor ours."""
+    for frame in reversed(list(frames)):
+        if not frame.filename.startswith(OUTSIDE_USER_CODE) and "contextlib" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return "(unknown)"
+
+
+def _here() -> str:
+    return f"called at: {user_line(traceback.extract_stack())}"
+
+
+class WatchedForward(TorchFunctionMode):
+    """Calls on tensors that a graph cannot hold: made into ones that it can, or refused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _WATCHED.get(func) or rewritten(func) or func
+        if torch.is_grad_enabled() or not _autocasting():
+            return call(*args, **(kwargs or {}))
+        _refuse_silent_write(func, args)
+        return pytree.tree_map(lambda x: _without_gradient(x, args), call(*args, **(kwargs or {})))
+
+
+def _autocasting() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _without_gradient(result: Any, args: Any) -> Any:
+    """torch.export loses `no_grad` inside autocast: what is computed there is detached here."""
+    computed = isinstance(result, torch.Tensor) and all(result is not arg for arg in args)
+    return result.detach() if computed and result.is_floating_point() else result
+
+
+def _refuse_silent_write(func: Any, args: Any) -> None:
+    name = getattr(func, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name[:3] == "__i"
+    if writes and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+        raise BridgeError(
+            message(
+                f"{name} under no_grad, inside autocast, writes a tensor that wants a gradient.",
+                _here(),
+                hint="put autocast inside no_grad, or write into a clone",
+            )
+        )
+
+
+def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`: a write without gradient."""
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        raise BridgeError(
+            message(
+                "forward gives a tensor other .data of another shape or dtype.",
+                f"got: {value.dtype} {tuple(value.shape)}; had: {tensor.dtype} {tuple(tensor.shape)}",
+                _here(),
+                hint="make a new tensor",
+            )
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def _set_requires_grad(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad != requires_grad:
+        raise BridgeError(
+            message(
+                f"forward sets requires_grad={requires_grad} on a parameter.",
+                _here(),
+                hint="freeze or unfreeze it before convert; for one use of it, take .detach() of it",
+            )
+        )
+    return tensor.requires_grad_(requires_grad)
+
+
+def _refuse_hook(*_: Any, **__: Any) -> Any:
+    raise BridgeError(
+        message(
+            "forward registers a hook on a tensor's gradient, which no graph holds.",
+            _here(),
+            hint="remove it; to change a gradient, use a torch.autograd.Function and teach it to the bridge: "
+            "@torch_bridge.register_lowering(MyFunction) on a jax.custom_vjp",
+        )
+    )
+
+
+def _refuse_backward(*_: Any, **__: Any) -> Any:
+    raise BridgeError(
+        message(
+            "forward calls backward(), which writes .grad behind the graph.",
+            _here(),
+            hint="use torch.autograd.grad(outputs, inputs, create_graph=True), and return what it gives",
+        )
+    )
+
+
+_WATCHED: dict[Any, Callable[..., Any]] = {
+    _Tensor.data.__get__: lambda tensor: tensor.detach(),
+    _Tensor.data.__set__: _assign_data,
+    _Tensor.requires_grad_: _set_requires_grad,
+    _Tensor.requires_grad.__set__: _set_requires_grad,
+    _Tensor.register_hook: _refuse_hook,
+    _Tensor.register_post_accumulate_grad_hook: _refuse_hook,
+    _Tensor.backward: _refuse_backward,
+    torch.autograd.backward: _refuse_backward,
+    torch.autograd.grad: gradients.grad,
+}
+
+
+def refuse_gradient_hooks(module: torch.nn.Module) -> None:
+    """See that no hook waits for a gradient, of a module or of a parameter.
+
+    Raises:
+        BridgeError: naming every such hook.
+    """
+    found = [
+        f"{name or '(root)'}: {_describe(hook)}"
+        for name, child in module.named_modules()
+        for hooks in (child._backward_hooks, child._backward_pre_hooks)
+        for hook in hooks.values()
+    ]
+    found += [
+        f"{name}: {_describe(hook)}"
+        for name, parameter in module.named_parameters()
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        for hook in (hooks or {}).values()
+    ]
+    if found:
+        raise BridgeError(
+            message(
+                "the module has backward hooks, which would never be called.",
+                *found,
+                hint="remove them before convert (handle.remove()); to change a gradient, use a "
+                "torch.autograd.Function and teach it to the bridge: "
+                "@torch_bridge.register_lowering(MyFunction) on a jax.custom_vjp",
+            )
+        )
+
+
+def _describe(hook: Any) -> str:
+    code = getattr(hook, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}{where}"
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Replace, for this thread and for the time of an export, what leaves no trace in a graph."""
+    thread = threading.get_ident()
+    with _EXPORTS, contextlib.ExitStack() as undo:
+        for owner, name, make in _REPLACED:
+            original = owner.__dict__[name]
+            replacement = make(original, lambda: threading.get_ident() == thread)
+            setattr(owner, name, replacement)
+            undo.callback(setattr, owner, name, original)
+        yield
+
+
+def _function_apply(original: Any, here: Callable[[], bool]) -> Any:
+    """Function.apply: opens reentrant checkpoints, calls what was registered, refuses the rest."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = original.__get__(None, cls)
+        if not here():
+            return call(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return _checkpointed(*args)
+        if functions.is_registered(cls):
+            return functions.apply(cls, call, args, kwargs)
+        if cls.__module__.split(".")[0] == "torch":
+            return call(*args, **kwargs)
+        raise BridgeError(
+            message(
+                f"{cls.__module__}.{cls.__qualname__} is a custom autograd.Function.",
+                "its backward is Python code that no exported graph holds",
+                _here(),
+                hint=f"@torch_bridge.register_lowering({cls.__qualname__}) on a jax.custom_vjp that takes "
+                "what its apply takes; or write it with ordinary operators",
+            )
+        )
+
+    return classmethod(apply)
+
+
+def _checkpointed(run_function: Any, _preserve_rng_state: Any, *args: Any) -> Any:
+    """A reentrant checkpoint. As in torch, it has no gradient if none of its arguments wants one."""
+    if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        return run_function(*args)
+    with torch.no_grad():
+        return run_function(*args)
+
+
+def _inference_enter(original: Any, here: Callable[[], bool]) -> Any:
+    """inference_mode: its tensors are special in torch; for gradients it is no_grad."""
+
+    def enter(self: Any) -> Any:
+        if not here():
+            return original(self)
+        self.replaced = torch.set_grad_enabled(not self.mode)
+        return None
+
+    return enter
+
+
+def _inference_exit(original: Any, here: Callable[[], bool]) -> Any:
+    def leave(self: Any, *error: Any) -> Any:
+        if not here():
+            return original(self, *error)
+        return self.replaced.__exit__(*error)
+
+    return leave
+
+
+def _autocast_init(original: Any, here: Callable[[], bool]) -> Any:
+    """autocast("cuda") turns itself off where there is no GPU; the module is meant for one."""
+
+    def init(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **kw: Any
+    ) -> None:
+        if not here() or device_type != "cuda":
+            return original(self, device_type, dtype, enabled, *rest, **kw)
+        original(self, device_type, dtype, False, *rest, **kw)
+        self._enabled = enabled
+        return None
+
+    return init
+
+
+def _func_grad_and_value(original: Any, here: Callable[[], bool]) -> Any:
+    return lambda *args, **kwargs: (gradients.grad_and_value if here() else original)(*args, **kwargs)
+
+
+def _func_vjp(original: Any, here: Callable[[], bool]) -> Any:
+    return lambda *args, **kwargs: (gradients.vjp if here() else original)(*args, **kwargs)
+
+
+def _func_jacfwd(original: Any, here: Callable[[], bool]) -> Any:
+    """Inside hessian: forward over reverse, which gives the same as reverse over reverse."""
+    return lambda *args, **kwargs: (torch.func.jacrev if here() else original)(*args, **kwargs)
+
+
+_REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (torch.autograd.Function, "apply", _function_apply),
+    (torch.autograd.grad_mode.inference_mode, "__enter__", _inference_enter),
+    (torch.autograd.grad_mode.inference_mode, "__exit__", _inference_exit),
+    (torch.amp.autocast_mode.autocast, "__init__", _autocast_init),
+    (eager_transforms, "grad_and_value_impl", _func_grad_and_value),
+    (eager_transforms, "_vjp_with_argnums", _func_vjp),
+    (eager_transforms, "jacfwd", _func_jacfwd),
+)
