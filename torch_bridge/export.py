@@ -105,11 +105,7 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
     Raises:
         BridgeError: what torch.export cannot follow, with the user's source line and the way out.
     """
-    with torch.enable_grad(), _no_custom_autograd(), warnings.catch_warnings():
-        # torch.export deprecates parts of itself while it runs; nothing a user could change.
-        warnings.simplefilter("ignore", FutureWarning)
-        # Recurrent layers list their own parameters a second time, which torch puts back itself.
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
+    with exporting():
         try:
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
         except BridgeError:
@@ -118,6 +114,17 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
             raise _explained(error) from error
         _detach_no_grad_regions(program.graph_module)
         return open_unlowered(program.run_decompositions({}))
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """What holds while a module is followed: gradients on, custom autograd refused, torch's news muted."""
+    with torch.enable_grad(), _no_custom_autograd(), warnings.catch_warnings():
+        # torch.export deprecates parts of itself while it runs; nothing a user could change.
+        warnings.simplefilter("ignore", FutureWarning)
+        # Recurrent layers list their own parameters a second time, which torch puts back itself.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
+        yield
 
 
 class _DataIsDetached(TorchFunctionMode):

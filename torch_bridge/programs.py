@@ -15,11 +15,14 @@ import torch
 from torch_bridge import shapes
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable, OutputTree, export
+from torch_bridge.fake import lent
 from torch_bridge.interpret import check
 from torch_bridge.program import Graph
 from torch_bridge.shapes import BatchDims, DifferentStructure
 from torch_bridge.signature import Destination, Names, Signature, read_graph, read_signature
 from torch_bridge.simplify import simplify
+from torch_bridge.stamp import Parts, from_repeats
+from torch_bridge.tape import WritesNoted
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -31,6 +34,7 @@ class Program:
     Args:
         rows: the number of batch rows of the first export.
         any_rows: whether it serves every number of rows.
+        num_copies: how many blocks were stamped instead of exported.
     """
 
     graph: Graph
@@ -38,6 +42,7 @@ class Program:
     returned: OutputTree
     rows: int
     any_rows: bool
+    num_copies: int
 
     def outputs(self, destination: Destination) -> tuple[Any, ...]:
         """The graph's outputs that go there, in order."""
@@ -186,21 +191,41 @@ def _for_any_rows(
                 f"sizes do not follow the number of rows on a line (seen at {rows + 1} rows)"
             )
     program = Program(
-        graph=graph, signature=small.signature, returned=small.returned, rows=rows, any_rows=True
+        graph=graph,
+        signature=small.signature,
+        returned=small.returned,
+        rows=rows,
+        any_rows=True,
+        num_copies=small.num_copies,
     )
     return program, used
 
 
 def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], rows: int) -> Program:
-    """One export, at exactly these shapes."""
-    exported = export(wrapper, tensors)
-    signature = read_signature(exported, names)
-    graph = read_graph(exported.graph, exported.graph_module)
-    graph = simplify(graph, _input_shapes(exported))
+    """One export, at exactly these shapes; a block that repeats is exported once if that saves much."""
+    mode = WritesNoted()
+    with lent(wrapper, mode) as twins:
+        found = from_repeats(wrapper, names, tensors, twins, mode)
+        num_copies, parts = (0, _whole(wrapper, names, tensors)) if found is None else found
+    graph, signature, shapes = parts
+    graph = simplify(graph, shapes)
     returned = wrapper.record.returned
     assert returned is not None, "export ran no forward"
     check(graph, graph.needed(graph.outputs))
-    return Program(graph=graph, signature=signature, returned=returned, rows=rows, any_rows=False)
+    return Program(
+        graph=graph,
+        signature=signature,
+        returned=returned,
+        rows=rows,
+        any_rows=False,
+        num_copies=num_copies,
+    )
+
+
+def _whole(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor]) -> Parts:
+    exported = export(wrapper, tensors)
+    graph = read_graph(exported.graph, exported.graph_module)
+    return graph, read_signature(exported, names), _input_shapes(exported)
 
 
 def _input_shapes(exported: torch.export.ExportedProgram) -> tuple[tuple[int, ...], ...]:
