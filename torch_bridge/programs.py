@@ -6,8 +6,9 @@ always another export. Exports are cached by shape.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch_bridge.signature import Destination, Names, Signature, read_graph, re
 from torch_bridge.simplify import simplify
 from torch_bridge.stamp import Parts, from_repeats
 from torch_bridge.tape import WritesNoted
+from torch_bridge.tensors import is_abstract
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -203,10 +205,8 @@ def _for_any_rows(
 
 def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], rows: int) -> Program:
     """One export, at exactly these shapes; a block that repeats is exported once if that saves much."""
-    mode = WritesNoted()
-    with lent(wrapper, mode) as twins:
-        found = from_repeats(wrapper, names, tensors, twins, mode)
-        num_copies, parts = (0, _whole(wrapper, names, tensors)) if found is None else found
+    found = from_repeats(wrapper, names, tensors)
+    num_copies, parts = (0, _whole(wrapper, names, tensors)) if found is None else found
     graph, signature, shapes = parts
     graph = simplify(graph, shapes)
     returned = wrapper.record.returned
@@ -223,9 +223,30 @@ def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], ro
 
 
 def _whole(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor]) -> Parts:
-    exported = export(wrapper, tensors)
-    graph = read_graph(exported.graph, exported.graph_module)
-    return graph, read_signature(exported, names), _input_shapes(exported)
+    """The module exported as it is; without values, its tensors are lent ones of no device in particular."""
+    tensors = _distinct(tensors)
+    held = itertools.chain(wrapper.parameters(), wrapper.buffers(), tensors)
+    if not any(is_abstract(tensor) for tensor in held):
+        exported = export(wrapper, tensors)
+        signature = read_signature(exported, names)
+    else:
+        mode = WritesNoted()
+        with lent(wrapper, mode) as pairs:
+            exported = export(wrapper, [mode.twin(t) if is_abstract(t) else t for t in tensors])
+            signature = read_signature(exported, names)
+        originals = {id(twin): tensor for tensor, twin in pairs}
+        literals = {name: originals.get(id(t), t) for name, t in signature.literals.items()}
+        signature = replace(signature, literals=literals)
+    return read_graph(exported.graph, exported.graph_module), signature, _input_shapes(exported)
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Every argument an object of its own: torch.export takes one tensor given twice for one argument."""
+    first = {id(tensor): slot for slot, tensor in reversed(list(enumerate(tensors)))}
+    return [
+        tensor if first[id(tensor)] == slot else tensor.detach().requires_grad_(tensor.requires_grad)
+        for slot, tensor in enumerate(tensors)
+    ]
 
 
 def _input_shapes(exported: torch.export.ExportedProgram) -> tuple[tuple[int, ...], ...]:

@@ -123,9 +123,7 @@ class _Describer:
             tuple(_metadata(self.tape.values[number]) for number in inputs),
             tuple(made[number] for number in outputs),
         )
-        return Block(
-            start=span.start, end=span.end, key=_Key(key), inputs=tuple(inputs), outputs=outputs
-        )
+        return Block(start=span.start, end=span.end, key=_Key(key), inputs=tuple(inputs), outputs=outputs)
 
     def _keeps_to_itself(self, span: Span, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
         """No memory from outside is written; no memory that leaves twice is written afterwards."""

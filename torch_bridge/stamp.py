@@ -9,7 +9,7 @@ that is exported whole. Each node of a copy gets the module path and source line
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_bridge.errors import BridgeError
 from torch_bridge.export import Exportable, export, exporting
+from torch_bridge.fake import Pairs, lent
 from torch_bridge.program import Graph, Node, Ref, tree_map
 from torch_bridge.repeated import Block, find_blocks, references
 from torch_bridge.signature import PREFIX, Destination, Names, Signature, Source, read_graph
@@ -31,8 +32,6 @@ def from_repeats(
     wrapper: Exportable,
     names: Names,
     tensors: Sequence[torch.Tensor],
-    twins: Mapping[int, torch.Tensor],
-    mode: WritesNoted,
 ) -> tuple[int, Parts] | None:
     """Export a module by its repeated blocks: (number of copies, program).
 
@@ -40,34 +39,37 @@ def from_repeats(
     code raises is left to the export of the whole module, which explains it.
 
     Args:
-        wrapper: the module, whose tensors are lent.
+        wrapper: the module.
         names: its own tensors.
         tensors: example arguments.
-        twins: id of an own tensor -> the fake one in its place.
-        mode: where those live.
     """
-    own = {**names.params, **names.frozen, **names.buffers}
+    mode = WritesNoted()
+    with lent(wrapper, mode) as pairs:
+        tape = _taped(wrapper, names, tensors, pairs, mode)
+        blocks = () if tape is None else find_blocks(tape)
+        if tape is None or not blocks:
+            return None
+        try:
+            parts = stamped(tape, blocks)
+        except (NotTaped, BridgeError):
+            return None
+    return len(blocks) - len({block.key for block in blocks}), parts
+
+
+def _taped(
+    wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], pairs: Pairs, mode: WritesNoted
+) -> Tape | None:
+    own = {id(tensor): name for name, tensor in {**names.params, **names.frozen, **names.buffers}.items()}
+    # What only the loss holds is no parameter of the module: it goes by its values.
+    homes = [(twin, own.get(id(tensor), tensor)) for tensor, twin in pairs]
     paths = {
         id(inner): (name + ".").removeprefix(PREFIX).rstrip(".").replace(".", "/")
         for name, inner in wrapper.named_modules()
     }
     try:
         with exporting():
-            tape = record(
-                wrapper,
-                paths,
-                [mode.twin(tensor.detach()) for tensor in tensors],
-                {name: twins[id(tensor)] for name, tensor in own.items()},
-                mode,
-            )
+            return record(wrapper, paths, [mode.twin(tensor.detach()) for tensor in tensors], homes, mode)
     except Exception:
-        return None
-    blocks = find_blocks(tape)
-    if not blocks:
-        return None
-    try:
-        return len(blocks) - len({block.key for block in blocks}), stamped(tape, blocks)
-    except (NotTaped, BridgeError):
         return None
 
 
@@ -173,24 +175,23 @@ class _Step(torch.nn.Module):
         return self.call.function(*args, **kwargs)
 
 
-class _Repeat(torch.nn.Module):
-    """Does again what a piece of the tape says."""
+class _Group(torch.nn.Module):
+    """Steps under one state. It is named after its first call: where torch makes a region of the state, the
+    nodes inside keep the name of the group only."""
 
-    def __init__(self, piece: Piece, opaque: "_Opaque") -> None:
+    def __init__(self, state: State, steps: Sequence[tuple[int, Call | _Stamp]], opaque: "_Opaque") -> None:
         super().__init__()
-        self.piece = piece
+        self.state = state
+        self.steps = tuple(steps)
         self.opaque = opaque
-        for position, step in piece.steps:
+        for position, step in steps:
             if isinstance(step, Call):
                 self.add_module(f"step{position}", _Step(step))
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = dict(zip(self.piece.inputs, tensors, strict=True))
-        for state, group in itertools.groupby(self.piece.steps, key=lambda step: _state(step[1])):
-            with state.entered():
-                for position, step in group:
-                    self._do(position, step, values)
-        return tuple(values[number] for number in self.piece.outputs)
+    def forward(self, values: dict[int, torch.Tensor]) -> None:
+        with self.state.entered():
+            for position, step in self.steps:
+                self._do(position, step, values)
 
     def _do(self, position: int, step: Call | _Stamp, values: dict[int, torch.Tensor]) -> None:
         if isinstance(step, _Stamp):
@@ -198,8 +199,24 @@ class _Repeat(torch.nn.Module):
             values.update(zip(step.block.outputs, made, strict=True))
             return
         given = [values[number] for number in references((step.args, step.kwargs))]
-        result = getattr(self, f"step{position}")(*given)
-        _match(step.result, result, values)
+        _match(step.result, getattr(self, f"step{position}")(*given), values)
+
+
+class _Repeat(torch.nn.Module):
+    """Does again what a piece of the tape says."""
+
+    def __init__(self, piece: Piece, opaque: "_Opaque") -> None:
+        super().__init__()
+        self.piece = piece
+        for state, group in itertools.groupby(piece.steps, key=lambda step: _state(step[1])):
+            steps = tuple(group)
+            self.add_module(f"step{steps[0][0]}", _Group(state, steps, opaque))
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = dict(zip(self.piece.inputs, tensors, strict=True))
+        for group in self.children():
+            group(values)
+        return tuple(values[number] for number in self.piece.outputs)
 
 
 _PLAIN = State(grad=True, autocast=())
@@ -394,7 +411,7 @@ class _Assembly:
                 return leaf
             return replace(leaf, nodes=tuple(self._placed(inner, shift) for inner in leaf.nodes))
 
-        name = node.path.split("/")[0]
+        name = node.path.rpartition("/")[2]
         if not name.startswith("step"):
             return node
         call = self.tape.calls[int(name.removeprefix("step")) + shift]

@@ -133,7 +133,7 @@ def record(
     module: torch.nn.Module,
     paths: Mapping[int, str],
     arguments: Sequence[torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
+    homes: Sequence[tuple[torch.Tensor, Any]],
     mode: "WritesNoted",
 ) -> Tape:
     """Run a module on fake arguments and write down what it does.
@@ -142,7 +142,8 @@ def record(
         module: a function of flat tensors to flat tensors.
         paths: id of each submodule -> its slash-separated path.
         arguments: fake tensors of `mode`.
-        tensors: parameters and buffers as the module holds them now, fake tensors of `mode`.
+        homes: parameters and buffers as the module holds them now (fake tensors of `mode`), each with its
+            name, or with the tensor whose values it has if it goes by no name.
         mode: where all fake tensors live.
 
     Raises:
@@ -151,8 +152,8 @@ def record(
     recorder = _Recorder(paths, mode)
     for slot, tensor in enumerate(arguments):
         recorder.meet(tensor, home=slot)
-    for name, tensor in tensors.items():
-        recorder.meet(tensor, home=name)
+    for tensor, home in homes:
+        recorder.meet(tensor, home=home)
     with recorder.modules_noted(), _exporting(), mode, recorder:
         results = module.forward(*arguments)
     if recorder.stack != [recorder.root]:
