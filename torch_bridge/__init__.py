@@ -8,6 +8,8 @@ from torch_bridge.coverage import Coverage as Coverage
 from torch_bridge.coverage import coverage as coverage
 from torch_bridge.errors import BridgeError as BridgeError
 from torch_bridge.errors import UnsupportedOpError as UnsupportedOpError
+from torch_bridge.initialise import Variables as Variables
+from torch_bridge.journal import fake_init as fake_init
 from torch_bridge.lowerings.registry import register_lowering as register_lowering
 from torch_bridge.module import JaxModule as JaxModule
 from torch_bridge.module import ModuleLoss as ModuleLoss

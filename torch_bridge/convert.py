@@ -10,6 +10,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_bridge import lowerings  # noqa: F401 - fills the registry
 from torch_bridge.export import Exportable
+from torch_bridge.initialise import Initialiser, held
 from torch_bridge.inputs import describe
 from torch_bridge.module import JaxModule
 from torch_bridge.programs import make_programs
@@ -28,7 +29,9 @@ def convert(
     """Turn a PyTorch module into pure JAX functions, as it stands in train or eval mode.
 
     One conversion serves every batch size; another sequence length is exported when it is first met.
-    The module is not changed, and later changes to its values are not seen.
+    The module is not changed, and later changes to its values are not seen. It may have no values at all
+    (built under `fake_init`, `torch.device("meta")` or a `FakeTensorMode`): then the leaves of the result
+    are `jax.ShapeDtypeStruct`s, except computed buffers of a module built under `fake_init`.
 
     Args:
         module: any module that `torch.export` can follow.
@@ -58,10 +61,10 @@ def convert(
     written = set(programs.first.signature.written)
     _share_classes(programs.first.returned.spec)
 
-    def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return {name: to_jax(tensor, what=name) for name, tensor in tensors.items()}
+    def arrays(tensors: Mapping[str, torch.Tensor], *, computed: bool = False) -> dict[str, Any]:
+        return {name: held(name, tensor, computed=computed) for name, tensor in tensors.items()}
 
-    buffers = arrays(names.buffers)
+    buffers = arrays(names.buffers, computed=True)
     return JaxModule(
         params=arrays(names.params),
         frozen=arrays(names.frozen),
@@ -73,6 +76,7 @@ def convert(
         ),
         batch_dims=inputs.batch(programs.dims),
         programs=programs,
+        initialiser=Initialiser({**names.params, **names.frozen, **names.buffers}),
     )
 
 

@@ -5,9 +5,10 @@ Gradient barriers survive (`regions`); what a graph cannot hold is turned into s
 refused (`capture`).
 """
 
+import contextlib
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,11 +113,7 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         BridgeError: what torch.export cannot follow, with the user's source line and the way out.
     """
     refuse_gradient_hooks(wrapper)
-    with capturing(), torch.enable_grad(), warnings.catch_warnings():
-        # torch.export deprecates parts of itself while it runs; nothing a user could change.
-        warnings.simplefilter("ignore", FutureWarning)
-        # Recurrent layers list their own parameters a second time, which torch puts back itself.
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
+    with exporting():
         try:
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
         except BridgeError:
@@ -126,6 +123,17 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         make_regions_explicit(program.graph_module)
         drop_checks(program.graph_module)
         return open_unlowered(program.run_decompositions({}))
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """What holds while a module is followed: gradients on, forward watched, torch's news muted."""
+    with capturing(), torch.enable_grad(), warnings.catch_warnings():
+        # torch.export deprecates parts of itself while it runs; nothing a user could change.
+        warnings.simplefilter("ignore", FutureWarning)
+        # Recurrent layers list their own parameters a second time, which torch puts back itself.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
+        yield
 
 
 _HINTS = (

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.initialise import Initialiser, Variables
 from torch_bridge.inputs import split_batch
 from torch_bridge.interpret import draws_random, run
 from torch_bridge.programs import Program, Programs
@@ -59,6 +60,10 @@ class JaxModule:
         batch: the example call: a tuple of args, a dict of kwargs, or {"args": ..., "kwargs": ...}.
         batch_dims: the same structure; the dim that carries the batch rows, or None.
         programs: the exported programs.
+        initialiser: makes first values where only shapes are held.
+
+    The leaves of a module that was built without memory are `jax.ShapeDtypeStruct`s: enough to trace, to
+    plan and to cut; `init` makes values, `from_state_dict` and `load_safetensors` read them.
     """
 
     params: dict[str, Any]
@@ -69,6 +74,7 @@ class JaxModule:
     batch: Any
     batch_dims: Any
     programs: Programs
+    initialiser: Initialiser
 
     @property
     def buffers(self) -> dict[str, Any]:
@@ -119,6 +125,23 @@ class JaxModule:
         values = run(program.graph, inputs, (results, written), rows=rows, rng=rng)
         outputs = _rebuilt(program, values[0])
         return outputs, {**buffers, **dict(zip(program.signature.written, values[1], strict=True))}
+
+    def init(self, rng: Any) -> Variables:
+        """First values of everything, from the distributions that the module's constructor draws from.
+
+        Values that are held are returned as they are. Pure: under `jax.jit` with `out_shardings` each leaf
+        is made where it lives, and what is not used is not made.
+
+        Args:
+            rng: PRNG key.
+
+        Raises:
+            BridgeError: no initialisation was recorded of a leaf (see `fake_init`), or it cannot be
+                replayed; names the leaf and the operator.
+        """
+        make = self.initialiser.make
+        parts = (self.params, self.frozen, self.model_state, self.constants)
+        return Variables(*({name: make(name, value, rng) for name, value in part.items()} for part in parts))
 
     @property
     def takes(self) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ always another export. Exports are cached by shape.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ import torch
 from torch_bridge import shapes
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable, OutputTree, export
+from torch_bridge.fake import lent
 from torch_bridge.interpret import check
 from torch_bridge.program import Graph
 from torch_bridge.shapes import BatchDims, DifferentStructure
 from torch_bridge.signature import Destination, Names, Signature, read_graph, read_signature
 from torch_bridge.simplify import simplify
+from torch_bridge.stamp import Parts, from_repeats
+from torch_bridge.tape import WritesNoted
+from torch_bridge.tensors import is_abstract
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -31,6 +36,7 @@ class Program:
     Args:
         rows: the number of batch rows of the first export.
         any_rows: whether it serves every number of rows.
+        num_copies: how many blocks were stamped instead of exported.
     """
 
     graph: Graph
@@ -38,6 +44,7 @@ class Program:
     returned: OutputTree
     rows: int
     any_rows: bool
+    num_copies: int
 
     def outputs(self, destination: Destination) -> tuple[Any, ...]:
         """The graph's outputs that go there, in order."""
@@ -186,21 +193,60 @@ def _for_any_rows(
                 f"sizes do not follow the number of rows on a line (seen at {rows + 1} rows)"
             )
     program = Program(
-        graph=graph, signature=small.signature, returned=small.returned, rows=rows, any_rows=True
+        graph=graph,
+        signature=small.signature,
+        returned=small.returned,
+        rows=rows,
+        any_rows=True,
+        num_copies=small.num_copies,
     )
     return program, used
 
 
 def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], rows: int) -> Program:
-    """One export, at exactly these shapes."""
-    exported = export(wrapper, tensors)
-    signature = read_signature(exported, names)
-    graph = read_graph(exported.graph, exported.graph_module)
-    graph = simplify(graph, _input_shapes(exported))
+    """One export, at exactly these shapes; a block that repeats is exported once if that saves much."""
+    found = from_repeats(wrapper, names, tensors)
+    num_copies, parts = (0, _whole(wrapper, names, tensors)) if found is None else found
+    graph, signature, shapes = parts
+    graph = simplify(graph, shapes)
     returned = wrapper.record.returned
     assert returned is not None, "export ran no forward"
     check(graph, graph.needed(graph.outputs))
-    return Program(graph=graph, signature=signature, returned=returned, rows=rows, any_rows=False)
+    return Program(
+        graph=graph,
+        signature=signature,
+        returned=returned,
+        rows=rows,
+        any_rows=False,
+        num_copies=num_copies,
+    )
+
+
+def _whole(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor]) -> Parts:
+    """The module exported as it is; without values, its tensors are lent ones of no device in particular."""
+    tensors = _distinct(tensors)
+    held = itertools.chain(wrapper.parameters(), wrapper.buffers(), tensors)
+    if not any(is_abstract(tensor) for tensor in held):
+        exported = export(wrapper, tensors)
+        signature = read_signature(exported, names)
+    else:
+        mode = WritesNoted()
+        with lent(wrapper, mode) as pairs:
+            exported = export(wrapper, [mode.twin(t) if is_abstract(t) else t for t in tensors])
+            signature = read_signature(exported, names)
+        originals = {id(twin): tensor for tensor, twin in pairs}
+        literals = {name: originals.get(id(t), t) for name, t in signature.literals.items()}
+        signature = replace(signature, literals=literals)
+    return read_graph(exported.graph, exported.graph_module), signature, _input_shapes(exported)
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Every argument an object of its own: torch.export takes one tensor given twice for one argument."""
+    first = {id(tensor): slot for slot, tensor in reversed(list(enumerate(tensors)))}
+    return [
+        tensor if first[id(tensor)] == slot else tensor.detach().requires_grad_(tensor.requires_grad)
+        for slot, tensor in enumerate(tensors)
+    ]
 
 
 def _input_shapes(exported: torch.export.ExportedProgram) -> tuple[tuple[int, ...], ...]:
