@@ -21,8 +21,15 @@ from rannc_jax.contract import Sharding as Sharding
 from rannc_jax.contract import TrainableModel as TrainableModel
 from rannc_jax.contract import Weighted as Weighted
 from rannc_jax.contract import separable as separable
+from rannc_jax.dag import CostGraph as CostGraph
+from rannc_jax.dag import GraphEdge as GraphEdge
+from rannc_jax.dag import GraphNode as GraphNode
+from rannc_jax.dag import GraphPlan as GraphPlan
+from rannc_jax.dag import load_graph as load_graph
+from rannc_jax.dag import solve_graph as solve_graph
 from rannc_jax.errors import ConfigError as ConfigError
 from rannc_jax.errors import CostError as CostError
+from rannc_jax.errors import InfeasibleError as InfeasibleError
 from rannc_jax.errors import MeshError as MeshError
 from rannc_jax.errors import PlanError as PlanError
 from rannc_jax.errors import RanncError as RanncError

@@ -28,6 +28,10 @@ class PlanError(RanncError, ValueError):
     """No plan satisfies the constraints, or a plan does not belong to this program or cluster."""
 
 
+class InfeasibleError(PlanError):
+    """Nothing satisfies the constraints."""
+
+
 class MeshError(RanncError, ValueError):
     """The devices that are there are not the devices the plan was made for."""
 

@@ -35,6 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    plan = commands.add_parser("plan", help="cut a cost-annotated graph")
+    plan.add_argument("--graph", required=True, help="a JSON file with nodes and edges")
+    plan.add_argument("--devices", type=int, required=True, help="how many there are")
+    plan.add_argument("--objective", default="max_load", help="max_load (default) or step_time")
+    plan.add_argument("--microbatches", type=int, default=None, help="for step_time; default 4 a device")
+    plan.add_argument("--json", action="store_true", help="print the answer as JSON")
+    plan.set_defaults(run=_plan)
+
     show = commands.add_parser("show", help="print a saved plan as a table")
     show.add_argument("plan", help="a file that Plan.save wrote")
     show.set_defaults(run=_show)
@@ -52,6 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--short", action="store_true", help="a smaller model and fewer steps")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from rannc_jax.cli import graph
+
+    return graph.main(
+        options.graph,
+        options.devices,
+        objective=options.objective,
+        num_microbatches=options.microbatches,
+        as_json=options.json,
+    )
 
 
 def _show(options: argparse.Namespace) -> int:
