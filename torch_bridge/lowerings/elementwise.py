@@ -3,7 +3,6 @@
 Binary ones compute in the dtype that torch's promotion gives, which is not always JAX's.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +66,7 @@ for _op, _function in (
     (aten._conj_physical, jnp.conj),
     (aten.resolve_conj, lambda x: x),
     (aten.resolve_neg, lambda x: x),
+    (aten._neg_view, jnp.negative),
     (aten.view_as_real, lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], -1)),
     (aten.view_as_complex, lambda x: lax.complex(x[..., 0], x[..., 1])),
     (aten.frac, lambda x: x - jnp.trunc(x)),
@@ -362,13 +362,3 @@ def identity(x: Any, **_: Any) -> Any:
 @lowering(aten.copy.default)
 def copy(x: Any, source: Any, *_: Any) -> Any:
     return jnp.broadcast_to(source.astype(x.dtype), x.shape)
-
-
-def _python(function: Callable[..., Any], *targets: Any) -> None:
-    """Arithmetic on Python numbers that export leaves in the graph."""
-    for target in targets:
-        lowering(target)(function)
-
-
-for _target in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.neg):
-    _python(_target, _target)
