@@ -106,8 +106,15 @@ def _loss_in(outputs: Any) -> torch.Tensor | None:
     return loss if scalar else None
 
 
-def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
+def export(
+    wrapper: Exportable, tensors: Sequence[torch.Tensor], dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
     """Export at the shapes of `tensors`; every operator left has a lowering, or none can be had.
+
+    Args:
+        wrapper: the module.
+        tensors: the tensors of the call.
+        dynamic_shapes: which of their dims get symbolic sizes, as torch.export takes it.
 
     Raises:
         BridgeError: what torch.export cannot follow, with the user's source line and the way out.
@@ -115,14 +122,20 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
     refuse_gradient_hooks(wrapper)
     with exporting():
         try:
-            program = torch.export.export(wrapper, tuple(tensors), strict=False)
+            program = torch.export.export(
+                wrapper, tuple(tensors), strict=False, dynamic_shapes=dynamic_shapes
+            )
         except BridgeError:
             raise
         except Exception as error:
             raise _explained(error) from error
         make_regions_explicit(program.graph_module)
         drop_checks(program.graph_module)
-        return open_unlowered(program.run_decompositions({}))
+        # Checks of the example's memory layout, which torch cannot run itself where an input is a view.
+        conditions, program._guards_code = getattr(program, "_guards_code", []), []
+        opened = open_unlowered(program.run_decompositions({}))
+        opened._guards_code = conditions
+        return opened
 
 
 @contextlib.contextmanager

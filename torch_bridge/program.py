@@ -38,7 +38,7 @@ class Node:
         path: where in the module tree, slash-separated ("bert/encoder/layer/0"), "" for the root.
         source: the user's file and line, "" if unknown.
         dtypes: torch dtype of each result (one for a single tensor, None for what is no tensor).
-        shape: of a single result, at the example batch; None otherwise.
+        shape: of a single result, at the example batch; None otherwise, and where it has symbolic sizes.
     """
 
     operator: Any

@@ -1,8 +1,9 @@
 """The exported programs of one module: one for every batch size, one more for every other shape.
 
 A program is exported at two batch sizes and merged (see `shapes`). Where the two do not merge, or the
-second export fails, the module is exported again for each shape it meets. Other sequence lengths are
-always another export. Exports are cached by shape.
+second export fails, it is exported with symbolic sizes (see `dynamic`); where torch refuses that too, the
+module is exported again for each shape it meets. Other sequence lengths are always another export. Exports
+are cached by shape.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from torch_bridge import shapes
+from torch_bridge.dynamic import Validity, rows_to_show, symbolic, validity
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable, OutputTree, export
 from torch_bridge.fake import lent
@@ -35,8 +37,9 @@ class Program:
 
     Args:
         rows: the number of batch rows of the first export.
-        any_rows: whether it serves every number of rows.
+        any_rows: whether it serves every number of rows, or those of `validity`.
         num_copies: how many blocks were stamped instead of exported.
+        validity: for which rows an export with symbolic sizes holds; None for one at fixed sizes.
     """
 
     graph: Graph
@@ -45,11 +48,16 @@ class Program:
     rows: int
     any_rows: bool
     num_copies: int
+    validity: Validity | None = None
 
     def outputs(self, destination: Destination) -> tuple[Any, ...]:
         """The graph's outputs that go there, in order."""
         pairs = zip(self.graph.outputs, self.signature.outputs, strict=True)
         return tuple(value for value, (where, _) in pairs if where is destination)
+
+    def serves(self, rows: int) -> bool:
+        """Whether it holds at this number of rows."""
+        return rows == self.rows if not self.any_rows else self.validity is None or self.validity.at(rows)
 
     @property
     def loss(self) -> Any:
@@ -67,6 +75,7 @@ class Programs:
         dims: batch dim of every tensor of the call.
         first: the program of the example shapes.
         reason: why there is no program for every batch size; None if there is.
+        dynamic_reason: why that program has symbolic sizes; None if two exports could be merged.
     """
 
     wrapper: Exportable
@@ -76,6 +85,7 @@ class Programs:
     first: Program
     reason: str | None
     training: tuple[tuple[torch.nn.Module, bool], ...]
+    dynamic_reason: str | None = None
     cache: dict[Shapes, Program] = field(default_factory=dict)
 
     def at(self, given: Shapes) -> tuple[Program, int]:
@@ -88,16 +98,30 @@ class Programs:
         _same_ranks(wanted, self.example, self.wrapper.inputs.paths)
         rows = self._rows(given)
         key = self._key(wanted)
+        if key in self.cache and not self.cache[key].serves(rows):
+            key = wanted  # this number of rows is a case of its own
         if key not in self.cache:
             with _flags(self.training):
-                if self.reason is None:
-                    made, _ = _for_any_rows(
-                        self.wrapper, self.names, _shaped(self.example, wanted), self.dims
-                    )
-                else:
-                    made = _once(self.wrapper, self.names, _shaped(self.example, wanted), rows)
+                self._make(key, wanted, rows)
+        found = self.cache.get(key)
+        return (found if found is not None and found.serves(rows) else self.cache[wanted]), rows
+
+    def _make(self, key: Shapes, wanted: Shapes, rows: int) -> None:
+        """Export for these shapes; for every number of rows if `key` leaves that out."""
+        tensors = _shaped(self.example, wanted)
+        if self.reason is None and key != wanted and (made := self._for_all_rows(tensors)):
             self.cache[key] = made
-        return self.cache[key], rows
+            if made.serves(rows):
+                return
+        self.cache[wanted] = _once(self.wrapper, self.names, tensors, rows)
+
+    def _for_all_rows(self, tensors: tuple[torch.Tensor, ...]) -> Program | None:
+        with contextlib.suppress(DifferentStructure):
+            if self.dynamic_reason is None:
+                return _for_any_rows(self.wrapper, self.names, tensors, self.dims)[0]
+        with contextlib.suppress(BridgeError):
+            return _symbolic(self.wrapper, self.names, tensors, self.dims)
+        return None
 
     def _rows(self, given: Shapes) -> int:
         found = shapes.rows_of(given, self.dims)
@@ -125,43 +149,66 @@ def make_programs(
         dims: the user's word on the batch dims; None to find them.
     """
     training = tuple((m, m.training) for m in wrapper.module.modules())
-    guesses = (
-        list(shapes.batch_dim_candidates(example)) if dims is None else [(_stated_rows(example, dims), dims)]
-    )
-    reasons: list[str] = []
-    for _, guess in guesses:
-        if all(dim is None for dim in guess):
-            continue
-        try:
-            program, used = _for_any_rows(wrapper, names, example, guess)
-        except (DifferentStructure, BridgeError) as error:
-            reasons.append(str(error))
-            continue
-        made = Programs(
-            wrapper=wrapper,
-            names=names,
-            example=used,
-            dims=guess,
-            first=program,
-            reason=None,
-            training=training,
-        )
-        break
-    else:
-        rows, guess = guesses[0] if guesses else (1, tuple(None for _ in example))
-        program = _once(wrapper, names, example, rows)
-        reason = reasons[0] if reasons else "no tensor has a batch dim"
-        made = Programs(
-            wrapper=wrapper,
-            names=names,
-            example=example,
-            dims=guess,
-            first=program,
-            reason=reason,
-            training=training,
-        )
-    made.cache[made._key(tuple(tuple(t.shape) for t in made.example))] = program
+    found = _Search(wrapper, names, example, dims).program()
+    made = Programs(wrapper=wrapper, names=names, training=training, **found)
+    made.cache[made._key(tuple(tuple(t.shape) for t in made.example))] = made.first
     return made
+
+
+class _Search:
+    """The ways to a program for every number of rows, cheapest first: see `program`."""
+
+    def __init__(
+        self, wrapper: Exportable, names: Names, example: tuple[torch.Tensor, ...], dims: BatchDims | None
+    ) -> None:
+        self.wrapper, self.names, self.example = wrapper, names, example
+        stated = None if dims is None else [(_stated_rows(example, dims), dims)]
+        self.guesses = stated or list(shapes.batch_dim_candidates(example))
+        self.reasons: list[str] = []
+        self.alone: Program | None = None
+
+    def program(self) -> dict[str, Any]:
+        """Two exports merged; else one with symbolic sizes; else one for the example's shapes alone."""
+        for _, dims in self.guesses:
+            if any(dim is not None for dim in dims) and (found := self._merged(dims)):
+                return found
+        for _, dims in self.guesses:
+            if any(dim is not None for dim in dims) and (found := self._symbolic(dims)):
+                return found
+        rows, dims = self.guesses[0] if self.guesses else (1, tuple(None for _ in self.example))
+        reason = self.reasons[0] if self.reasons else "no tensor has a batch dim"
+        return {"example": self.example, "dims": dims, "first": self._alone(rows), "reason": reason}
+
+    def _merged(self, dims: BatchDims) -> dict[str, Any] | None:
+        try:
+            program, used = _for_any_rows(self.wrapper, self.names, self.example, dims)
+        except DifferentStructure as error:
+            self.reasons.append(str(error))
+            return None
+        except BridgeError as error:
+            self.reasons.append(str(error))
+            self._alone(_stated_rows(self.example, dims))  # may be no matter of rows at all
+            return None
+        return {"example": used, "dims": dims, "first": program, "reason": None}
+
+    def _symbolic(self, dims: BatchDims) -> dict[str, Any] | None:
+        try:
+            program = _symbolic(self.wrapper, self.names, self.example, dims)
+        except BridgeError:
+            return None
+        return {
+            "example": self.example,
+            "dims": dims,
+            "first": program,
+            "reason": None,
+            "dynamic_reason": self.reasons[0],
+        }
+
+    def _alone(self, rows: int) -> Program:
+        """The program of the example's shapes, which a module that can be exported has."""
+        if self.alone is None:
+            self.alone = _once(self.wrapper, self.names, self.example, rows)
+        return self.alone
 
 
 def _stated_rows(example: Sequence[torch.Tensor], dims: BatchDims) -> int:
@@ -203,10 +250,24 @@ def _for_any_rows(
     return program, used
 
 
+def _symbolic(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], dims: BatchDims) -> Program:
+    """One export with symbolic batch dims."""
+    rows = rows_to_show(tensors, _stated_rows(tensors, dims))
+    # Copies: torch leaves marks on tensors that it made symbolic.
+    tensors = [tensor.detach().clone() for tensor in shapes.resized(tensors, dims, rows)]
+    parts, exported = _whole(wrapper, names, tensors, symbolic(dims))
+    program = _read(wrapper, parts, rows, num_copies=0)
+    return replace(program, any_rows=True, validity=validity(exported, tensors, dims))
+
+
 def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], rows: int) -> Program:
     """One export, at exactly these shapes; a block that repeats is exported once if that saves much."""
     found = from_repeats(wrapper, names, tensors)
-    num_copies, parts = (0, _whole(wrapper, names, tensors)) if found is None else found
+    num_copies, parts = (0, _whole(wrapper, names, tensors)[0]) if found is None else found
+    return _read(wrapper, parts, rows, num_copies)
+
+
+def _read(wrapper: Exportable, parts: Parts, rows: int, num_copies: int) -> Program:
     graph, signature, shapes = parts
     graph = simplify(graph, shapes)
     returned = wrapper.record.returned
@@ -222,22 +283,26 @@ def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], ro
     )
 
 
-def _whole(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor]) -> Parts:
+def _whole(
+    wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], dynamic_shapes: Any = None
+) -> tuple[Parts, torch.export.ExportedProgram]:
     """The module exported as it is; without values, its tensors are lent ones of no device in particular."""
     tensors = _distinct(tensors)
     held = itertools.chain(wrapper.parameters(), wrapper.buffers(), tensors)
     if not any(is_abstract(tensor) for tensor in held):
-        exported = export(wrapper, tensors)
+        exported = export(wrapper, tensors, dynamic_shapes)
         signature = read_signature(exported, names)
     else:
         mode = WritesNoted()
         with lent(wrapper, mode) as pairs:
-            exported = export(wrapper, [mode.twin(t) if is_abstract(t) else t for t in tensors])
+            twins = [mode.twin(t) if is_abstract(t) else t for t in tensors]
+            exported = export(wrapper, twins, dynamic_shapes)
             signature = read_signature(exported, names)
         originals = {id(twin): tensor for tensor, twin in pairs}
         literals = {name: originals.get(id(t), t) for name, t in signature.literals.items()}
         signature = replace(signature, literals=literals)
-    return read_graph(exported.graph, exported.graph_module), signature, _input_shapes(exported)
+    graph = read_graph(exported.graph, exported.graph_module)
+    return (graph, signature, _input_shapes(exported)), exported
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -251,7 +316,9 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _input_shapes(exported: torch.export.ExportedProgram) -> tuple[tuple[int, ...], ...]:
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    return tuple(tuple(getattr(node.meta.get("val"), "shape", ())) for node in placeholders)
+    sizes = [getattr(node.meta.get("val"), "shape", ()) for node in placeholders]
+    # A symbolic size equals nothing.
+    return tuple(tuple(-1 if isinstance(s, torch.SymInt) else s for s in shape) for shape in sizes)
 
 
 def _same_signature(a: Program, b: Program) -> None:

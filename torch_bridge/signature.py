@@ -200,8 +200,15 @@ def _read_node(node: torch.fx.Node, args: Any, kwargs: Any) -> Node:
         path=module_path(node),
         source=source_line(node.meta.get("stack_trace")),
         dtypes=tuple(getattr(item, "dtype", None) for item in (value if many else [value])),
-        shape=tuple(value.shape) if isinstance(value, torch.Tensor) else None,
+        shape=_fixed_shape(value),
     )
+
+
+def _fixed_shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor whose sizes are all known when it is exported."""
+    if not isinstance(value, torch.Tensor) or any(isinstance(size, torch.SymInt) for size in value.shape):
+        return None
+    return tuple(value.shape)
 
 
 def module_path(node: torch.fx.Node) -> str:

@@ -1,7 +1,6 @@
 """Lowerings of torch operators, one file a family; importing this package registers them all."""
 
 from torch_bridge.lowerings import activation as activation
-from torch_bridge.lowerings import antialias as antialias
 from torch_bridge.lowerings import arithmetic as arithmetic
 from torch_bridge.lowerings import attention as attention
 from torch_bridge.lowerings import bessel as bessel
@@ -36,4 +35,6 @@ from torch_bridge.lowerings import shape as shape
 from torch_bridge.lowerings import solve as solve
 from torch_bridge.lowerings import sorting as sorting
 from torch_bridge.lowerings import special as special
+from torch_bridge.lowerings import symbolic as symbolic
 from torch_bridge.lowerings import uneven_pooling as uneven_pooling
+from torch_bridge.lowerings import window as window

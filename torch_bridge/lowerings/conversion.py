@@ -4,8 +4,6 @@ A number that torch.export takes out of a tensor (`item`) stays an array without
 on it is JAX's.
 """
 
-import math
-import operator
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import default_float, jax_dtype
+from torch_bridge.tensors import jax_dtype
 
 aten = torch.ops.aten
 
@@ -48,35 +46,3 @@ def copy(x: Any, source: Any, *_: Any) -> Any:
 @lowering(aten.item.default, aten._local_scalar_dense.default)
 def item(x: Any) -> Any:
     return x.reshape(())
-
-
-# Arithmetic on Python numbers that export leaves in the graph.
-for _function in (
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.floordiv,
-    operator.truediv,
-    operator.mod,
-    operator.pow,
-    operator.neg,
-    operator.eq,
-    operator.ne,
-    operator.lt,
-    operator.le,
-    operator.gt,
-    operator.ge,
-    operator.and_,
-    operator.or_,
-):
-    lowering(_function)(_function)
-
-lowering(torch.sym_float)(lambda x: jnp.asarray(x, default_float()))
-lowering(torch.sym_int)(lambda x: jnp.trunc(x).astype(jax_dtype(torch.int64)))
-lowering(torch.sym_not)(jnp.logical_not)
-lowering(torch.sym_max)(jnp.maximum)
-lowering(torch.sym_min)(jnp.minimum)
-lowering(math.trunc)(jnp.trunc)
-lowering(math.floor)(jnp.floor)
-lowering(math.ceil)(jnp.ceil)
-lowering(round)(jnp.round)

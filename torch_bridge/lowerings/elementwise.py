@@ -78,6 +78,7 @@ for _op, _function in (
     (aten._conj_physical, jnp.conj),
     (aten.resolve_conj, lambda x: x),
     (aten.resolve_neg, lambda x: x),
+    (aten._neg_view, jnp.negative),
     (aten.view_as_real, lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], -1)),
     (aten.view_as_complex, lambda x: lax.complex(x[..., 0], x[..., 1])),
     (aten.frac, lambda x: x - jnp.trunc(x)),

@@ -5,7 +5,6 @@ functions draw random numbers gets a key, from which every iteration has its own
 """
 
 import math
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,14 +22,6 @@ from torch_bridge.program import Graph, Ref, refs, subgraphs
 
 higher_order = torch.ops.higher_order
 aten = torch.ops.aten
-
-# Integers that a loop carries are arrays in JAX; Python's operators work on them.
-_OF_INTEGERS = (
-    (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)
-    + (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
-)  # fmt: skip
-for _python_operator in _OF_INTEGERS:
-    lowering(_python_operator)(_python_operator)
 
 
 @lowering(higher_order.cond)

@@ -26,11 +26,13 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """The padding row gets no gradient."""
+    """The padding row gets no gradient; by frequency, a row's gradient is the mean of its uses."""
     del sparse
-    if scale_grad_by_freq:
-        raise BridgeError(message("embedding(scale_grad_by_freq=True) has no lowering."))
     rows = jnp.take(weight, index, axis=0, mode="clip")
+    if scale_grad_by_freq:
+        counts = jnp.zeros(weight.shape[0], weight.dtype).at[index].add(1)
+        moving = rows / counts[index][..., None]
+        rows = lax.stop_gradient(rows) + (moving - lax.stop_gradient(moving))
     if padding_idx < 0:
         return rows
     return jnp.where((index == padding_idx)[..., None], lax.stop_gradient(rows), rows)

@@ -268,18 +268,6 @@ _add(
     num_local_experts=4,
     num_experts_per_tok=2,
 )
-_add(
-    "dbrx",
-    "DbrxForCausalLM",
-    tokens,
-    vocab_size=50,
-    d_model=16,
-    n_heads=4,
-    n_layers=2,
-    max_seq_len=40,
-    attn_config={"kv_n_heads": 2, "clip_qkv": 8.0},
-    ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
-)
 _add("biogpt", "BioGptForCausalLM", tokens, **SMALL)
 _add(
     "xglm",

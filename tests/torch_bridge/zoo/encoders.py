@@ -89,7 +89,14 @@ _add("mobilebert", "MobileBertForMaskedLM", tokens, embedding_size=16, intra_bot
 _add("squeezebert", "SqueezeBertForMaskedLM", tokens, embedding_size=16, **SMALL)
 _add("convbert", "ConvBertForMaskedLM", tokens, embedding_size=16, **SMALL)
 _add("megatron-bert", "MegatronBertForMaskedLM", tokens, **SMALL)
-_add("nystromformer", "NystromformerForMaskedLM", tokens, num_landmarks=4, segment_means_seq_len=8, **SMALL)
+_add(
+    "nystromformer",
+    "NystromformerForMaskedLM",
+    lambda rows: {"input_ids": tokens(rows)["input_ids"], "labels": tokens(rows)["labels"]},
+    num_landmarks=4,
+    segment_means_seq_len=8,
+    **SMALL,
+)
 _add("ernie", "ErnieForMaskedLM", tokens, **SMALL)
 _add("ibert", "IBertForMaskedLM", tokens, **SMALL)
 _add("rembert", "RemBertForMaskedLM", tokens, input_embedding_size=8, output_embedding_size=8, **SMALL)

@@ -7,6 +7,7 @@ counts as one only if torch.export by itself refuses the bare module.
 
 import enum
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,28 +49,30 @@ def judge(specimen: Specimen, mode: str) -> dict[str, Any]:
 
 
 def _judge(specimen: Specimen, mode: str) -> dict[str, Any]:
-    try:
+    def fresh() -> nn.Module:
         module = build(specimen, dropout=0.3 if mode == "dropout" else 0.0).train(mode != "eval")
-        args, kwargs = split(specimen.batch(EXAMPLE_ROWS))
-        runs.warm_up(module, args, kwargs)
-        if mode == "dropout" and not runs.draws(module, args, kwargs):
-            return {"outcome": Outcome.PLAIN}
-    except Exception as error:
-        raise runs.TorchFails from error
+        runs.warm_up(module, specimen.batch(EXAMPLE_ROWS))
+        return module
+
+    wanted: measure.Values = {}
+    args, kwargs = split(specimen.batch(EXAMPLE_ROWS))
+    if mode != "dropout":
+        wanted = runs.in_torch(fresh, specimen.batch, inputs=specimen.input_gradients)
+    elif not runs.draws(fresh, args, kwargs):
+        return {"outcome": Outcome.PLAIN}
+    module = fresh()
     began = time.perf_counter()
     try:
         converted = torch_bridge.convert(module, args, kwargs, batch_dims=specimen.batch_dims)
     except Exception as error:
-        own = refusal(module, args, kwargs)
-        outcome = Outcome.REFUSED if isinstance(error, BridgeError) and own else Outcome.NOT_CONVERTED
-        return {"outcome": outcome, "detail": _short(error), "torch": own}
-    record = {"convert_s": round(time.perf_counter() - began, 2), "reason": converted.programs.reason}
+        return _refused(error, fresh(), args, kwargs)
+    record: dict[str, Any] = {"convert_s": round(time.perf_counter() - began, 2)}
+    record |= {"reason": converted.programs.reason, "dynamic": converted.programs.dynamic_reason}
     try:
         if mode == "dropout":
             problems = runs.dropout_problems(converted, specimen.batch(EXAMPLE_ROWS))
         else:
-            problems, deviations = _compared(specimen, mode, module, converted)
-            record |= {"deviations": deviations}
+            problems, record["deviations"] = _compared(specimen, mode, fresh, wanted, converted)
     except runs.TorchFails:
         raise
     except Exception as error:
@@ -79,19 +82,29 @@ def _judge(specimen: Specimen, mode: str) -> dict[str, Any]:
     return record | {"outcome": outcome, "detail": "; ".join(problems)[:600]}
 
 
+def _refused(error: Exception, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """A failed conversion; it is torch.export's doing if that, alone, fails in the same way."""
+    detail, own = _short(error), refusal(module, args, kwargs)
+    same = bool(own) and isinstance(error, BridgeError) and own.split(":")[0] in detail
+    outcome = Outcome.REFUSED if same else Outcome.NOT_CONVERTED
+    return {"outcome": outcome, "detail": detail, "torch": own}
+
+
 def _compared(
-    specimen: Specimen, mode: str, module: nn.Module, converted: torch_bridge.JaxModule
+    specimen: Specimen,
+    mode: str,
+    fresh: Callable[[], nn.Module],
+    wanted: measure.Values,
+    converted: torch_bridge.JaxModule,
 ) -> tuple[list[str], dict[str, Any]]:
-    values_only = specimen.random and mode == "train"
-    wanted = runs.in_torch(module, specimen.batch, inputs=specimen.input_gradients)
     got = runs.in_jax(converted, specimen.batch, wanted.keys())
-    if values_only:
+    if specimen.random and mode == "train":
         return measure.shape_problems(got, wanted), {}
 
-    def exact() -> dict[str, Any]:
+    def exact() -> measure.Values:
         return runs.in_torch(
-            runs.doubled(module),
-            lambda rows: runs.doubled_batch(specimen.batch(rows)),
+            lambda: fresh().double(),
+            lambda rows: runs.doubled(specimen.batch(rows)),
             inputs=specimen.input_gradients,
         )
 

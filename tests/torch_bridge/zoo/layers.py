@@ -266,7 +266,6 @@ for _n, _batch in ((1, signal), (2, image), (3, volume)):
         f"batch norm{_n}d",
         _batch,
         partial(_norm, 4),
-        partial(_norm, 4, momentum=None),
         partial(_norm, 4, affine=False),
         partial(_norm, 4, track_running_stats=False),
         partial(_norm, 4, eps=0.1, momentum=0.5),
@@ -339,10 +338,12 @@ each(
     partial(nn.LogSoftmax, 1),
     partial(nn.PReLU, 12),
     partial(nn.Softplus, 2.0, 1.0),
-    partial(nn.ELU, 0.5, True),
+    partial(nn.ELU, 0.5),
     lambda: nn.RReLU(0.2, 0.2),
 )
 each("softmax2d", image, nn.Softmax2d)
+each("batch norm without momentum", image, partial(nn.BatchNorm2d, 4, momentum=None))
+each("elu in place", vectors, lambda: nn.Sequential(nn.Linear(12, 12), nn.ELU(0.5, True)))
 each("rrelu", vectors, nn.RReLU, random=True)
 each(
     "shapes",

@@ -5,7 +5,6 @@ name), ("state", name) -> value. What is trained is the network's loss, or, wher
 fixed linear function of everything that it returns.
 """
 
-import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -31,41 +30,52 @@ class TorchFails(Exception):
     """PyTorch itself cannot run this."""
 
 
-def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One call, which makes lazily initialised parameters; what it writes is put back."""
+def warm_up(module: nn.Module, batch: Batch) -> None:
+    """One call, for modules whose parameters are made by it."""
     if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
+        torch.manual_seed(0)
+        args, kwargs = split(batch)
         module(*args, **kwargs)
 
 
-def draws(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch's seed changes what a network returns."""
+def draws(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch's seed changes what a network returns.
+
+    Raises:
+        TorchFails: torch cannot run the network.
+    """
     results = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            results.append(_tensors(copy.deepcopy(module)(*args, **kwargs)))
+    try:
+        for seed in (1, 2):
+            module = fresh()
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                results.append(_tensors(module(*args, **kwargs)))
+    except Exception as error:
+        raise TorchFails from error
     return any(not torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def in_torch(module: nn.Module, batch: Callable[[int], Batch], *, inputs: bool = True) -> Values:
+def in_torch(fresh: Callable[[], nn.Module], batch: Callable[[int], Batch], *, inputs: bool = True) -> Values:
     """Values of torch eager. Row counts that torch refuses are left out, but for the first.
 
     Raises:
         TorchFails: torch cannot run the network.
     """
     values: Values = {}
-    for rows in ROWS:
-        try:
-            with torch.no_grad():
-                outputs = copy.deepcopy(module)(*split(batch(rows))[0], **split(batch(rows))[1])
-        except Exception as error:
-            if rows == ROWS[0]:
-                raise TorchFails from error
-            continue
-        for i, leaf in enumerate(_tensors(outputs)):
-            values["outputs", rows, i] = _numpy(leaf)
     try:
-        return values | _torch_training(copy.deepcopy(module), batch(ROWS[0]), inputs)
+        for rows in ROWS:
+            args, kwargs = split(batch(rows))
+            module = fresh()
+            try:
+                with torch.no_grad():
+                    outputs = module(*args, **kwargs)
+            except Exception:
+                if rows == ROWS[0]:
+                    raise
+                continue
+            values |= {("outputs", rows, i): _numpy(leaf) for i, leaf in enumerate(_tensors(outputs))}
+        return values | _torch_training(fresh(), batch(ROWS[0]), inputs)
     except Exception as error:
         raise TorchFails from error
 
@@ -81,8 +91,8 @@ def _torch_training(module: nn.Module, batch: Batch, inputs: bool) -> Values:
         # `* 1`: a network may write to its input, which torch forbids for leaves.
         moving = [x * 1 if isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves]
         args, kwargs = torch_pytree.tree_unflatten(moving, spec)
-        loss = objective(module(*args, **kwargs))
-        values["loss", step] = _numpy(loss)
+        loss, size = objective(module(*args, **kwargs))
+        values["loss", step] = np.array([_numpy(loss), _numpy(size)])
         module.zero_grad()
         if loss.requires_grad:
             loss.backward()
@@ -108,7 +118,8 @@ def in_jax(
     def call(params: Any, buffers: Any, tensors: Any) -> tuple[Any, tuple[list[Any], Any]]:
         args, kwargs = tensors
         outputs, new = converted.apply(params, buffers, *args, frozen=converted.frozen, rng=key, **kwargs)
-        return objective(outputs), (_tensors(outputs), new)
+        loss, size = objective(outputs)
+        return loss, (_tensors(outputs), size, new)
 
     values: Values = {}
     for rows in ROWS[1:]:
@@ -134,10 +145,10 @@ def _jax_training(converted: torch_bridge.JaxModule, call: Callable[..., Any], b
     optimizer = optax.sgd(RATE, momentum=MOMENTUM)
     state = optimizer.init(params)
     for step in range(NUM_STEPS):
-        (value, (outputs, buffers)), found = run(params, moving, buffers)
+        (value, (outputs, size, buffers)), found = run(params, moving, buffers)
         # Of a complex parameter JAX gives the derivative, torch its conjugate, the direction of descent.
         gradients, of_inputs = jax.tree.map(jnp.conj, found)
-        values["loss", step] = np.asarray(value)
+        values["loss", step] = np.array([value, size])
         if step == 0:
             values |= {("outputs", ROWS[0], i): np.asarray(leaf) for i, leaf in enumerate(outputs)}
             values |= {("gradient", name): np.asarray(g) for name, g in gradients.items()}
@@ -157,7 +168,7 @@ def dropout_problems(converted: torch_bridge.JaxModule, batch: Batch) -> list[st
         outputs, _ = converted.apply(
             params, converted.buffers, *args, frozen=converted.frozen, rng=key, **kwargs
         )
-        return objective(outputs)
+        return objective(outputs)[0]
 
     run = jax.jit(jax.value_and_grad(call))
     runs = [run(converted.params, jax.random.key(seed)) for seed in (0, 0, 1)]
@@ -171,32 +182,40 @@ def dropout_problems(converted: torch_bridge.JaxModule, batch: Batch) -> list[st
     return [problem for problem, is_found in found.items() if is_found]
 
 
-def objective(outputs: Any) -> Any:
-    """The loss, or a fixed linear function of all that is returned, as a real scalar."""
+def objective(outputs: Any) -> tuple[Any, Any]:
+    """(what is trained, its magnitude), real scalars: the loss, or a fixed linear function of all outputs.
+
+    Terms of the latter cancel; its error is measured by the magnitude, which has their absolute values.
+    """
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
-    if loss is not None and loss.ndim == 0:
-        return loss
     leaves = _tensors(outputs)
-    if len(leaves) == 1 and leaves[0].ndim == 0 and not _is_complex(leaves[0]):
-        return leaves[0]
-    total = 0.0
-    for leaf in leaves:
-        weights = np.cos(np.arange(int(np.prod(leaf.shape)), dtype=np.float64)).reshape(leaf.shape)
-        if isinstance(leaf, torch.Tensor):
-            if leaf.is_floating_point() or leaf.is_complex():
-                real = leaf.real + leaf.imag if leaf.is_complex() else leaf
-                total = total + (real * torch.from_numpy(weights).to(real.dtype)).mean().to(
-                    torch.promote_types(real.dtype, torch.float32)
-                )
-        elif jnp.issubdtype(leaf.dtype, jnp.inexact):
-            real = leaf.real + leaf.imag if _is_complex(leaf) else leaf
-            mean = jnp.mean(real * jnp.asarray(weights, real.dtype))
-            total = total + mean.astype(jnp.promote_types(real.dtype, jnp.float32))
-    return total if not isinstance(total, float) else _zero(leaves)
+    if loss is None and len(leaves) == 1 and leaves[0].ndim == 0:
+        loss = leaves[0]
+    if loss is not None and loss.ndim == 0 and not _is_complex(loss):
+        return loss, loss * 0
+    terms = [_weighted(leaf) for leaf in leaves if _is_complex(leaf) or _has_floats(leaf)]
+    if not terms:
+        zero = torch.zeros(()) if leaves and isinstance(leaves[0], torch.Tensor) else jnp.zeros(())
+        return zero, zero
+    return sum(a for a, _ in terms), sum(b for _, b in terms)
 
 
-def _zero(leaves: list[Any]) -> Any:
-    return torch.zeros(()) if leaves and isinstance(leaves[0], torch.Tensor) else jnp.zeros(())
+def _weighted(leaf: Any) -> tuple[Any, Any]:
+    """Means of an output times fixed weights, and of its absolute value, in float32 at least."""
+    weights = np.cos(np.arange(int(np.prod(leaf.shape)), dtype=np.float64)).reshape(leaf.shape)
+    real = leaf.real + leaf.imag if _is_complex(leaf) else leaf
+    if isinstance(leaf, torch.Tensor):
+        real = real.to(torch.promote_types(real.dtype, torch.float32))
+        return (real * torch.from_numpy(weights).to(real.dtype)).mean(), real.detach().abs().mean()
+    real = real.astype(jnp.promote_types(real.dtype, jnp.float32))
+    size = jnp.mean(jnp.abs(jax.lax.stop_gradient(real)))
+    return jnp.mean(real * jnp.asarray(weights, real.dtype)), size
+
+
+def _has_floats(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_floating_point()
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -211,12 +230,7 @@ def _is_complex(leaf: Any) -> bool:
     )
 
 
-def doubled(module: nn.Module) -> nn.Module:
-    """A copy in float64."""
-    return copy.deepcopy(module).double()
-
-
-def doubled_batch(batch: Batch) -> Batch:
+def doubled(batch: Batch) -> Batch:
     """A batch with floats in float64."""
     return torch_pytree.tree_map(lambda x: x.double() if _is_floating(x) else x, batch)
 

@@ -3,6 +3,7 @@
 Specimens register themselves under their name when their file is imported (`catalogue` imports all).
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,7 @@ def hugging_face(
     adjust: Callable[[Any], None] | None = None,
     modes: tuple[str, ...] = ("eval", "train"),
     random: bool = False,
+    input_gradients: bool = True,
     **sizes: Any,
 ) -> None:
     """Register a class of transformers with a small configuration.
@@ -95,6 +97,7 @@ def hugging_face(
         adjust: last word on the configuration.
         modes: "eval", "train", or both.
         random: draws random numbers in training although dropout is off.
+        input_gradients: see `Specimen`.
         **sizes: fields of its configuration class.
     """
 
@@ -109,7 +112,18 @@ def hugging_face(
             adjust(config)
         return cls(config)
 
-    add(Specimen(name=name, group=group, make=make, batch=batch, listed=listed, modes=modes, random=random))
+    add(
+        Specimen(
+            name=name,
+            group=group,
+            make=make,
+            batch=batch,
+            listed=listed,
+            modes=modes,
+            random=random,
+            input_gradients=input_gradients,
+        )
+    )
 
 
 def _set_dropout(config: Any, rate: float) -> None:
@@ -119,7 +133,8 @@ def _set_dropout(config: Any, rate: float) -> None:
         elif any(word in key for word in _LAYER_DROPS):
             setattr(config, key, 0.0)
         elif _DROPS in key and isinstance(value, float | int) and not isinstance(value, bool):
-            setattr(config, key, rate)
+            with contextlib.suppress(TypeError, ValueError):  # some are declared as whole numbers
+                setattr(config, key, rate)
 
 
 def build(specimen: Specimen, *, dropout: float = 0.0, seed: int = 0) -> nn.Module:

@@ -28,7 +28,7 @@ def export_of(record: dict[str, Any]) -> str:
     """How a specimen meets another number of rows: "one", "dynamic", "each", "-" if it was not converted."""
     if "reason" not in record:
         return "-"
-    return "each" if record["reason"] else record.get("export", "one")
+    return "each" if record["reason"] else "dynamic" if record.get("dynamic") else "one"
 
 
 def _counts(records: list[dict[str, Any]]) -> list[str]:
@@ -55,6 +55,7 @@ def _reasons(records: list[dict[str, Any]]) -> list[str]:
     for r in records:
         if r["outcome"] != Outcome.PASSED:
             lines.append(f"{r['specimen']} ({r['mode']}): {r['outcome']}: {r.get('detail', '')[:300]}")
-        elif r.get("reason"):
-            lines.append(f"{r['specimen']} ({r['mode']}): exported again: {r['reason'][:200]}")
+        elif r.get("reason") or r.get("dynamic"):
+            why = (r["reason"] or r["dynamic"])[:200]
+            lines.append(f"{r['specimen']} ({r['mode']}): export {export_of(r)}: {why}")
     return lines

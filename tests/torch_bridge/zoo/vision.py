@@ -107,7 +107,7 @@ _add(
     classified,
     **{k: v for k, v in PATCHES.items() if k != "intermediate_size"},
 )
-_add("dinov3", "DINOv3ViTModel", lambda rows: images(rows, classes=None), **PATCHES)
+_add("dinov3", "DINOv3ViTModel", lambda rows: images(rows, classes=None), random=True, **PATCHES)
 _add("ijepa", "IJepaModel", lambda rows: images(rows, classes=None), **PATCHES)
 _add(
     "vit mae",
@@ -148,16 +148,16 @@ _add(
 _add(
     "mobilenet_v1",
     "MobileNetV1ForImageClassification",
-    classified,
-    image_size=32,
+    lambda rows: images(rows, 64, classes=2),
+    image_size=64,
     depth_multiplier=0.25,
     min_depth=4,
 )
 _add(
     "mobilenet_v2",
     "MobileNetV2ForImageClassification",
-    classified,
-    image_size=32,
+    lambda rows: images(rows, 64, classes=2),
+    image_size=64,
     depth_multiplier=0.25,
     min_depth=4,
     depth_divisible_by=4,
@@ -178,7 +178,7 @@ _add(
     image_size=32,
     width_coefficient=0.25,
     depth_coefficient=0.3,
-    hidden_dim=16,
+    hidden_dim=320,
     num_hidden_layers=4,
 )
 _add(
@@ -215,24 +215,10 @@ _add(
     "cvt",
     "CvtForImageClassification",
     classified,
-    embed_dim=[8, 16],
-    num_heads=[1, 2],
-    depth=[1, 1],
-    patch_sizes=[7, 3],
-    patch_stride=[4, 2],
-    patch_padding=[2, 1],
-    mlp_ratio=[2.0, 2.0],
-    attention_drop_rate=[0.0, 0.0],
-    drop_rate=[0.0, 0.0],
-    drop_path_rate=[0.0, 0.0],
-    qkv_bias=[True, True],
-    cls_token=[False, True],
-    qkv_projection_method=["dw_bn"] * 2,
-    kernel_qkv=[3, 3],
-    padding_kv=[1, 1],
-    stride_kv=[2, 2],
-    padding_q=[1, 1],
-    stride_q=[1, 1],
+    embed_dim=[8, 8, 16],
+    num_heads=[1, 1, 2],
+    depth=[1, 1, 1],
+    drop_path_rate=[0.0, 0.0, 0.0],
 )
 _add(
     "pvt",
@@ -257,7 +243,7 @@ _add(
     focal_windows=[3, 3],
 )
 _add(
-    "van",
+    "hiera",
     "HieraForImageClassification",
     classified,
     image_size=[32, 32],
@@ -323,7 +309,7 @@ _add(
 )
 _add("chinese clip", "ChineseCLIPModel", contrastive, **TOWERS)
 _add(
-    "x-clip",
+    "altclip",
     "AltCLIPModel",
     contrastive,
     text_config={**TEXT, "project_dim": 8},
@@ -331,7 +317,7 @@ _add(
     projection_dim=8,
 )
 _add(
-    "groupvit",
+    "clip vision",
     "CLIPVisionModelWithProjection",
     lambda rows: images(rows, classes=None),
     projection_dim=8,
@@ -410,13 +396,13 @@ _add(
     segmented,
     image_size=32,
     patch_size=8,
-    backbone_out_indices=[0, 0, 1, 1],
+    backbone_out_indices=[0, 1, 2, 3],
     neck_hidden_sizes=[8, 8, 8, 8],
     fusion_hidden_size=8,
     reassemble_factors=[4, 2, 1, 0.5],
     auxiliary_loss_weight=0.0,
     is_hybrid=False,
-    **VIT,
+    **{**VIT, "num_hidden_layers": 4},
 )
 _add(
     "glpn",
