@@ -19,6 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_bridge.decompose import open_unlowered
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.inputs import Inputs
+from torch_bridge.precision import FullPrecision, Precision
 from torch_bridge.signature import OUTSIDE_USER_CODE
 
 _aten = torch.ops.aten
@@ -51,8 +52,15 @@ class _Record:
 class Exportable(torch.nn.Module):
     """The module as a function of flat tensors that returns flat tensors, with its loss if one is given."""
 
-    def __init__(self, module: torch.nn.Module, inputs: Inputs, loss: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        inputs: Inputs,
+        loss: Callable[..., Any] | None,
+        precision: Precision = FullPrecision(),
+    ) -> None:
         super().__init__()
+        self.precision = precision
         self.module = module
         self.loss = loss  # registers a loss that is a module, so that its buffers are found
         self.inputs = inputs
@@ -110,14 +118,16 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         warnings.simplefilter("ignore", FutureWarning)
         # Recurrent layers list their own parameters a second time, which torch puts back itself.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
-        try:
-            program = torch.export.export(wrapper, tuple(tensors), strict=False)
-        except BridgeError:
-            raise
-        except Exception as error:
-            raise _explained(error) from error
-        _detach_no_grad_regions(program.graph_module)
-        return open_unlowered(program.run_decompositions({}))
+        with wrapper.precision.region():
+            try:
+                program = torch.export.export(wrapper, tuple(tensors), strict=False)
+            except BridgeError:
+                raise
+            except Exception as error:
+                raise _explained(error) from error
+            _detach_no_grad_regions(program.graph_module)
+            program = program.run_decompositions({})
+        return open_unlowered(program)
 
 
 class _DataIsDetached(TorchFunctionMode):
