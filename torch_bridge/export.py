@@ -19,7 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_bridge.decompose import open_unlowered
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.inputs import Inputs
-from torch_bridge.precision import FullPrecision, Precision
+from torch_bridge.precision import Precision
 from torch_bridge.signature import OUTSIDE_USER_CODE
 
 _aten = torch.ops.aten
@@ -57,7 +57,7 @@ class Exportable(torch.nn.Module):
         module: torch.nn.Module,
         inputs: Inputs,
         loss: Callable[..., Any] | None,
-        precision: Precision = FullPrecision(),
+        precision: Precision,
     ) -> None:
         super().__init__()
         self.precision = precision
