@@ -13,6 +13,7 @@ from torch_bridge.export import Exportable
 from torch_bridge.initialise import Initialiser, held
 from torch_bridge.inputs import describe
 from torch_bridge.module import JaxModule
+from torch_bridge.precision import precision_of
 from torch_bridge.programs import make_programs
 from torch_bridge.signature import names_of
 from torch_bridge.tensors import to_jax
@@ -24,6 +25,7 @@ def convert(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Callable[..., Any] | None = None,
+    precision: Any = None,
     batch_dims: Any = None,
 ) -> JaxModule:
     """Turn a PyTorch module into pure JAX functions, as it stands in train or eval mode.
@@ -39,6 +41,8 @@ def convert(
         kwargs: example keyword arguments.
         loss: a torch callable on (outputs, *arguments that `forward` does not take). Without it the loss
             is the module's scalar output, or its `.loss`.
+        precision: "bf16" or "fp16" for what `torch.autocast` does on a GPU (see `precision`): parameters
+            and gradients stay float32. None: the module's own dtypes.
         batch_dims: structure of the call with the dim of each tensor that carries the batch rows, or
             None; found by itself if left out.
 
@@ -55,7 +59,7 @@ def convert(
     """
     inputs = describe(module, tuple(args), dict(kwargs or {}), loss)
     names = names_of(module)
-    wrapper = Exportable(module, inputs, loss)
+    wrapper = Exportable(module, inputs, loss, precision_of(precision))
     stated = None if batch_dims is None else tuple(inputs.bind_batch(batch_dims, partial=True))
     programs = make_programs(wrapper, names, inputs.tensors, stated)
     written = set(programs.first.signature.written)

@@ -16,6 +16,7 @@ from torch_bridge import lowerings  # noqa: F401 - fills the registry
 from torch_bridge.export import Exportable, export
 from torch_bridge.inputs import describe
 from torch_bridge.lowerings import registry
+from torch_bridge.precision import FullPrecision
 from torch_bridge.signature import read_graph
 
 
@@ -69,7 +70,7 @@ def coverage(
         BridgeError: if the module cannot be exported.
     """
     inputs = describe(module, tuple(args), dict(kwargs or {}), None)
-    program = export(Exportable(module, inputs, None), inputs.tensors)
+    program = export(Exportable(module, inputs, None, FullPrecision()), inputs.tensors)
     nodes = [
         n for n in read_graph(program.graph, program.graph_module).nodes if n.operator is not operator.getitem
     ]

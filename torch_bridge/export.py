@@ -19,6 +19,7 @@ from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hook
 from torch_bridge.decompose import drop_checks, open_unlowered
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.inputs import Inputs
+from torch_bridge.precision import Precision
 from torch_bridge.regions import make_regions_explicit
 
 _SCALARS = (int, float, bool, complex, str, type(None))
@@ -50,8 +51,15 @@ class _Record:
 class Exportable(torch.nn.Module):
     """The module as a function of flat tensors that returns flat tensors, with its loss if one is given."""
 
-    def __init__(self, module: torch.nn.Module, inputs: Inputs, loss: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        inputs: Inputs,
+        loss: Callable[..., Any] | None,
+        precision: Precision,
+    ) -> None:
         super().__init__()
+        self.precision = precision
         self.module = module
         self.loss = loss  # registers a loss that is a module, so that its buffers are found
         self.inputs = inputs
@@ -121,19 +129,21 @@ def export(
     """
     refuse_gradient_hooks(wrapper)
     with exporting():
-        try:
-            program = torch.export.export(
-                wrapper, tuple(tensors), strict=False, dynamic_shapes=dynamic_shapes
-            )
-        except BridgeError:
-            raise
-        except Exception as error:
-            raise _explained(error) from error
-        make_regions_explicit(program.graph_module)
-        drop_checks(program.graph_module)
-        # Checks of the example's memory layout, which torch cannot run itself where an input is a view.
-        conditions, program._guards_code = getattr(program, "_guards_code", []), []
-        opened = open_unlowered(program.run_decompositions({}))
+        with wrapper.precision.region():
+            try:
+                program = torch.export.export(
+                    wrapper, tuple(tensors), strict=False, dynamic_shapes=dynamic_shapes
+                )
+            except BridgeError:
+                raise
+            except Exception as error:
+                raise _explained(error) from error
+            make_regions_explicit(program.graph_module)
+            drop_checks(program.graph_module)
+            # Checks of the example's memory layout, which torch cannot run itself where an input is a view.
+            conditions, program._guards_code = getattr(program, "_guards_code", []), []
+            program = program.run_decompositions({})
+        opened = open_unlowered(program)
         opened._guards_code = conditions
         return opened
 

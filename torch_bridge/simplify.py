@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_bridge.program import Graph, Node, Ref
+from torch_bridge.upcasts import without_upcasts
 
 _aten = torch.ops.aten
 
@@ -21,7 +22,8 @@ _aten = torch.ops.aten
 def simplify(graph: Graph, input_shapes: tuple[tuple[int, ...], ...]) -> Graph:
     """Replace position-by-position indexing by reshapes, and expanded attention masks by what they expand."""
     nodes = (_reshaped(graph, node, input_shapes) for node in graph.nodes)
-    return replace(graph, nodes=tuple(_with_small_mask(graph, node, input_shapes) for node in nodes))
+    graph = replace(graph, nodes=tuple(_with_small_mask(graph, node, input_shapes) for node in nodes))
+    return without_upcasts(graph)
 
 
 def _with_small_mask(graph: Graph, node: Node, input_shapes: tuple[tuple[int, ...], ...]) -> Node:

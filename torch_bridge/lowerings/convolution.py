@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.matmul import biased
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -89,7 +90,7 @@ def transposed(
 
 
 def _biased(out: Any, bias: Any) -> Any:
-    return out if bias is None else out + bias.reshape((1, -1) + (1,) * (out.ndim - 2))
+    return out if bias is None else biased(out, bias.reshape((1, -1) + (1,) * (out.ndim - 2)))
 
 
 @lowering(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.cross_entropy import Classes, row_sums
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import accumulation, promote
 
@@ -45,48 +46,37 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Logits `[batch, classes, ...]`; target of class indices `[batch, ...]` or of probabilities."""
-    dim = _class_dim(x)
-    logits = x.astype(accumulation(x.dtype))
-    normaliser = jax.nn.logsumexp(logits, dim)
+    classes = Classes(dim=_class_dim(x), with_total=label_smoothing > 0.0)
     if jnp.issubdtype(target.dtype, jnp.floating):
-        return _soft_cross_entropy(logits, normaliser, target, weight, reduction, label_smoothing, dim)
+        return _soft_cross_entropy(x, target, weight, reduction, label_smoothing)
     valid = target != ignore_index
     target = jnp.where(valid, target, 0)
-    loss = normaliser - _picked(logits, target, dim)
-    importance = valid.astype(logits.dtype)
+    normaliser, chosen, total = row_sums(classes, x, target, weight)
+    # Selected, not multiplied away: where a row does not count, its logit of class 0 may be -inf.
+    loss = jnp.where(valid, normaliser - chosen, jnp.zeros_like(chosen))
+    importance = valid.astype(loss.dtype)
     if weight is not None:
         importance = importance * jnp.take(weight, target, axis=0, mode="clip")
     loss = loss * importance
     if label_smoothing:
-        loss = _smoothed(loss, logits, normaliser, weight, valid, label_smoothing, dim)
+        count = x.shape[classes.dim]
+        uniform = (count if weight is None else jnp.sum(weight)) * normaliser - total
+        uniform = jnp.where(valid, uniform, jnp.zeros_like(uniform))
+        loss = (1 - label_smoothing) * loss + (label_smoothing / count) * uniform
     if reduction == MEAN:
         return jnp.sum(loss) / jnp.sum(importance)
     return jnp.sum(loss) if reduction == SUM else loss
 
 
-def _smoothed(
-    loss: Any, logits: Any, normaliser: Any, weight: Any, valid: Any, smoothing: float, dim: int
-) -> Any:
-    """(1 - smoothing) * loss + smoothing * mean over classes of their weighted loss."""
-    classes = logits.shape[dim]
-    if weight is None:
-        uniform = classes * normaliser - jnp.sum(logits, dim)
-    else:
-        weights = weight.reshape([-1 if d == dim else 1 for d in range(logits.ndim)])
-        uniform = jnp.sum(weight) * normaliser - jnp.sum(logits * weights, dim)
-    uniform = jnp.where(valid, uniform, jnp.zeros_like(uniform))
-    return (1 - smoothing) * loss + (smoothing / classes) * uniform
-
-
-def _soft_cross_entropy(
-    logits: Any, normaliser: Any, target: Any, weight: Any, reduction: int, smoothing: float, dim: int
-) -> Any:
-    target = target.astype(logits.dtype)
+def _soft_cross_entropy(x: Any, target: Any, weight: Any, reduction: int, smoothing: float) -> Any:
+    dim = _class_dim(x)
+    target = target.astype(accumulation(target.dtype)) if smoothing or weight is not None else target
     if smoothing:
-        target = target * (1 - smoothing) + smoothing / logits.shape[dim]
+        target = target * (1 - smoothing) + smoothing / x.shape[dim]
     if weight is not None:
-        target = target * weight.reshape([-1 if d == dim else 1 for d in range(logits.ndim)])
-    loss = normaliser * jnp.sum(target, dim) - jnp.sum(target * logits, dim)
+        target = target * weight.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+    normaliser, chosen, _ = row_sums(Classes(dim=dim), x, target)
+    loss = normaliser * jnp.sum(target, dim, dtype=normaliser.dtype) - chosen
     if reduction == MEAN:
         return jnp.sum(loss) / max(math.prod(loss.shape), 1)
     return jnp.sum(loss) if reduction == SUM else loss

@@ -11,6 +11,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import accumulation
 
 aten = torch.ops.aten
 
@@ -20,11 +21,17 @@ def contract(a: Any, b: Any, a_dims: Sequence[int], b_dims: Sequence[int]) -> An
     return lax.dot_general(a, b, ((tuple(a_dims), tuple(b_dims)), ((), ())))
 
 
+def biased(out: Any, bias: Any) -> Any:
+    """out + bias, a broadcast bias. The gradient of the bias sums over all rows: in float32 at least."""
+    wide = accumulation(out.dtype)
+    return (out.astype(wide) + bias.astype(wide)).astype(out.dtype)
+
+
 @lowering(aten.linear.default)
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     """x `[..., in]`, weight `[out, in]` (or `[in]`)."""
     out = contract(x, weight, (x.ndim - 1,), (weight.ndim - 1,))
-    return out if bias is None else out + bias
+    return out if bias is None else biased(out, bias)
 
 
 @lowering(aten.addmm.default)
@@ -57,7 +64,7 @@ def _scaled_sum(x: Any, product: Any, beta: Any, alpha: Any) -> Any:
         product = jnp.asarray(alpha, product.dtype) * product
     if beta == 0:  # torch ignores x then, NaN and all
         return product
-    return product + (x if beta == 1 else jnp.asarray(beta, x.dtype) * x)
+    return biased(product, x if beta == 1 else jnp.asarray(beta, x.dtype) * x)
 
 
 @lowering(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)

@@ -14,10 +14,16 @@ from jax import lax
 
 from torch_bridge.lowerings.matmul import contract, linear
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import accumulation
 
 aten = torch.ops.aten
 # (state, projected input of one step, weights of the layer) -> (new state, output of the step)
 Cell = Callable[[tuple[Any, ...], Any, Sequence[Any]], tuple[tuple[Any, ...], Any]]
+
+
+def _wide(x: Any) -> Any:
+    """Half precision as float32: what recurrent kernels compute in between products."""
+    return x.astype(accumulation(x.dtype))
 
 
 def _recur(hidden: Any, weights: Sequence[Any]) -> Any:
@@ -26,11 +32,11 @@ def _recur(hidden: Any, weights: Sequence[Any]) -> Any:
 
 
 def _lstm_cell(state: tuple[Any, ...], projected: Any, weights: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-    hidden, cell = state
-    gates = projected + _recur(hidden, weights)
+    hidden, cell = state  # the cell is wide: it gathers over time
+    gates = _wide(projected) + _wide(_recur(hidden, weights))
     enter, forget, candidate, leave = jnp.split(gates, 4, -1)
     cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
-    hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+    hidden = (jax.nn.sigmoid(leave) * jnp.tanh(cell)).astype(hidden.dtype)
     if len(weights) in (3, 5):  # projections
         hidden = contract(hidden, weights[-1], (hidden.ndim - 1,), (1,))
     return (hidden, cell), hidden
@@ -38,17 +44,17 @@ def _lstm_cell(state: tuple[Any, ...], projected: Any, weights: Sequence[Any]) -
 
 def _gru_cell(state: tuple[Any, ...], projected: Any, weights: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
     (hidden,) = state
-    reset_x, update_x, new_x = jnp.split(projected, 3, -1)
-    reset_h, update_h, new_h = jnp.split(_recur(hidden, weights), 3, -1)
+    reset_x, update_x, new_x = jnp.split(_wide(projected), 3, -1)
+    reset_h, update_h, new_h = jnp.split(_wide(_recur(hidden, weights)), 3, -1)
     update = jax.nn.sigmoid(update_x + update_h)
     new = jnp.tanh(new_x + jax.nn.sigmoid(reset_x + reset_h) * new_h)
-    hidden = (1 - update) * new + update * hidden
+    hidden = ((1 - update) * new + update * _wide(hidden)).astype(hidden.dtype)
     return (hidden,), hidden
 
 
 def _plain_cell(activation: Callable[[Any], Any]) -> Cell:
     def cell(state: tuple[Any, ...], projected: Any, weights: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-        hidden = activation(projected + _recur(state[0], weights))
+        hidden = activation(_wide(projected) + _wide(_recur(state[0], weights))).astype(state[0].dtype)
         return (hidden,), hidden
 
     return cell
@@ -59,8 +65,15 @@ def _direction(
 ) -> tuple[Any, Any]:
     """x `[time, ..., in]` -> (output `[time, ..., hidden]`, last state)."""
     projected = linear(x, weights[0], weights[2] if len(weights) >= 4 else None)
-    last, out = lax.scan(lambda s, p: cell(s, p, weights), state, projected, reverse=reverse)
-    return out, last
+    # Half-precision weights are wide outside the scan, so that their gradients add up over time in float32.
+    wide = [_wide(weight) for weight in weights]
+
+    def step(state: tuple[Any, ...], projected: Any) -> tuple[tuple[Any, ...], Any]:
+        return cell(state, projected, [weight.astype(x.dtype) for weight in wide])
+
+    start = (state[0], *(_wide(part) for part in state[1:]))
+    last, out = lax.scan(step, start, projected, reverse=reverse)
+    return out, tuple(part.astype(x.dtype) for part in last)
 
 
 def _layers(
