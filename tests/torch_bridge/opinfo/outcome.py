@@ -19,7 +19,7 @@ class Outcome(enum.StrEnum):
 
     PASSED = "pass"
     PASSED_FORWARD = "pass (torch has no gradient)"
-    PASSED_SHAPE = "pass (random: shape and dtype)"
+    PASSED_SHAPE = "pass (random or unset: shape and dtype)"
 
     WRONG_GRADIENT = "wrong gradient"
     FAILED_GRADIENT = "gradient fails"
