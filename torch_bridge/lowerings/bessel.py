@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import floating
+from torch_bridge.tensors import widened
 
 aten = torch.ops.aten
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(64)
@@ -46,7 +46,7 @@ def _hankel(x: Any, order: int) -> tuple[Any, Any]:
 
 def _first_kind(order: int) -> Callable[[Any], Any]:
     def lowered(x: Any) -> Any:
-        x = floating(x)
+        x = widened(x)
         size = jnp.abs(x)
         near = jnp.minimum(size, _FAR)[..., None]
         inner = _integral(lambda t: jnp.cos(order * t - near * jnp.sin(t)), jnp.full(x.shape, np.pi), x.dtype)
@@ -59,7 +59,7 @@ def _first_kind(order: int) -> Callable[[Any], Any]:
 def _second_kind(order: int) -> Callable[[Any], Any]:
     def lowered(x: Any) -> Any:
         """-inf at 0 and NaN below, as torch gives."""
-        x = floating(x)
+        x = widened(x)
         safe = jnp.where(x > 0, x, 1)
         near = jnp.minimum(safe, _FAR)
         wide = near[..., None]
@@ -82,7 +82,7 @@ def _second_kind(order: int) -> Callable[[Any], Any]:
 def _modified_second_kind(order: int, scaled: bool) -> Callable[[Any], Any]:
     def lowered(x: Any) -> Any:
         """inf at 0 and NaN below, as torch gives."""
-        x = floating(x)
+        x = widened(x)
         safe = jnp.where(x > 0, x, 1)
         wide = safe[..., None]
         value = _integral(
@@ -110,7 +110,7 @@ lowering(aten.special_scaled_modified_bessel_k1.default)(_modified_second_kind(1
 @lowering(aten.special_airy_ai.default)
 def airy_ai(x: Any) -> Any:
     """Along contours where the integrand falls; DLMF 9.5.4 near 0, 9.5.1 turned, 9.7.9 far to the left."""
-    x = floating(x)
+    x = widened(x)
     right = jnp.maximum(x, 1.0)
     root = jnp.sqrt(right)[..., None]
     falling = _integral(
@@ -139,7 +139,7 @@ def airy_ai(x: Any) -> Any:
 @lowering(aten.special_erfcx.default)
 def erfcx(x: Any) -> Any:
     """exp(x^2) erfc(x), finite where the factors are not."""
-    x = floating(x)
+    x = widened(x)
     size = jnp.abs(x)
     wide = size[..., None]
     right = _integral(
