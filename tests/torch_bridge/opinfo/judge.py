@@ -140,9 +140,9 @@ def _judge(
     if drawn:
         return Verdict(Outcome.PASSED_SHAPE)
     if not gradients:
-        return Verdict(Outcome.PASSED_FORWARD, "gradient not asked for")
+        return Verdict(Outcome.PASSED_FORWARD, "no gradient was asked for")
     if not op.supports_autograd:
-        return Verdict(Outcome.PASSED_FORWARD, "the database states none")
+        return Verdict(Outcome.PASSED_FORWARD, "the database states no gradient")
     return _judge_gradient(module, function, tensors, arrays)
 
 
