@@ -1,7 +1,8 @@
 """Values of torch as values of JAX and back: dtypes, promotion, tensors.
 
 torch's int64 is int32 here unless JAX runs with x64, and a value that does not fit is an error, never a
-wrap. float64 and complex128 need x64. bfloat16 and float8 keep their bits.
+wrap; the largest and the smallest int64, which stand for "beyond any", become those of int32. float64
+and complex128 need x64. bfloat16 and float8 keep their bits.
 """
 
 from collections.abc import Sequence
@@ -87,8 +88,7 @@ def to_jax(value: Any, *, what: str = "value") -> Any:
             return jax.ShapeDtypeStruct(tuple(value.shape), dtype)
         value = _to_numpy(value)
     if isinstance(value, np.ndarray) and value.dtype in _NARROW and not x64_enabled():
-        _check_fits(value, what)
-        value = value.astype(_NARROW[value.dtype])
+        value = _narrowed(value, what)
     return jnp.array(value)
 
 
@@ -117,16 +117,30 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return host.numpy(force=True)  # torch's lazy zeros too
 
 
-def _check_fits(value: np.ndarray, what: str) -> None:
-    bounds = np.iinfo(_NARROW[value.dtype])
-    if value.size and (value.max() > bounds.max or value.min() < bounds.min):
-        raise BridgeError(
-            message(
-                f"{what} holds integers that do not fit into {bounds.dtype}.",
-                f"range: {value.min()} to {value.max()}",
-                hint="jax.config.update('jax_enable_x64', True)",
+def narrowed_int(value: int) -> int:
+    """A Python integer as `to_jax` would narrow it: the extremes of int64 become those of int32."""
+    if x64_enabled():
+        return value
+    wide, bounds = np.iinfo(np.int64), np.iinfo(np.int32)
+    return {wide.max: int(bounds.max), wide.min: int(bounds.min)}.get(value, value)
+
+
+def _narrowed(value: np.ndarray, what: str) -> np.ndarray:
+    wide, bounds = np.iinfo(value.dtype), np.iinfo(_NARROW[value.dtype])
+    narrow = value.astype(bounds.dtype)
+    if not np.array_equal(narrow, value):
+        narrow = np.where(value == wide.max, bounds.max, narrow)
+        narrow = np.where(value == wide.min, bounds.min, narrow)
+        outside = (narrow != value) & (value != wide.max) & (value != wide.min)
+        if outside.any():
+            raise BridgeError(
+                message(
+                    f"{what} holds integers that do not fit into {bounds.dtype}.",
+                    f"range: {value[outside].min()} to {value[outside].max()}",
+                    hint="jax.config.update('jax_enable_x64', True)",
+                )
             )
-        )
+    return narrow
 
 
 def promoted(values: Sequence[Any]) -> np.dtype:
@@ -165,6 +179,12 @@ def promote(*values: Any) -> tuple[Any, ...]:
 def floating(x: Any) -> Any:
     """Integers and booleans as torch's default float dtype, floats as they are."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(default_float())
+
+
+def widened(x: Any) -> Any:
+    """Floats in the dtype that a function with many steps is computed in: float32 for half precision."""
+    x = floating(x)
+    return x.astype(accumulation(x.dtype))
 
 
 def default_float() -> np.dtype:

@@ -1,6 +1,7 @@
 """Linear algebra, Fourier transforms, special functions, scatters and counts against torch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -220,3 +221,133 @@ def test_negative_padding_cuts_what_positive_padding_has_made() -> None:
         },
         [x],
     )
+
+
+def test_reductions_of_segments_match_torch_empty_ones_and_zeros_included() -> None:
+    x = torch.tensor([[1.5, 0.0], [0.0, -2.0], [3.0, 1.0], [2.0, 4.0], [-1.0, 0.5]])
+    lengths, offsets = torch.tensor([0, 2, 3, 0]), torch.tensor([0, 0, 2, 5, 5])
+    nested = torch.tensor([[2], [1], [0], [2], [1]])
+    cases = {}
+    for way in ("sum", "mean", "prod", "max", "min"):
+        cases |= {
+            f"{way} by lengths": lambda x, n, o, k, way=way: torch.segment_reduce(
+                x, way, lengths=n, axis=0, initial=1.0
+            ),
+            f"{way} by offsets": lambda x, n, o, k, way=way: torch.segment_reduce(
+                x, way, offsets=o, axis=0, initial=2.0
+            ),
+            f"{way} in rows": lambda x, n, o, k, way=way: torch.segment_reduce(
+                x, way, lengths=k, axis=1, unsafe=True
+            ),
+        }
+    assert_same_functions(cases, [x, lengths, offsets, nested])
+
+
+def test_values_put_at_the_true_places_of_a_mask_match_torch() -> None:
+    x, values = seeded((3, 4, 2), (4, 2))
+    rows = torch.tensor([True, False, True])
+    places = torch.tensor([[True, False, False, True], [False] * 4, [False, True, True, False]])
+
+    def put(*index: str, value: str = "v", accumulate: bool = False) -> Callable[..., torch.Tensor]:
+        def call(x: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            named = {"rows": rows, "places": places, ":": None}
+            chosen = {"v": v, "one": v[0, 0], "row": v[:1], "two": v[:2, None]}[value]
+            return torch.ops.aten.index_put(x, [named[name] for name in index], chosen, accumulate)
+
+        return call
+
+    assert_same_functions(
+        {
+            "a value a place": put("places"),
+            "a value a place, added": put("places", accumulate=True),
+            "one value": put("places", value="one"),
+            "one row": put("places", value="row"),
+            "rows": put("rows", value="two"),
+        },
+        [x, values, rows, places],
+    )
+
+
+def test_eigenvectors_have_torchs_gradient_where_phases_do_not_matter() -> None:
+    (x,) = seeded((2, 4, 4))
+
+    def invariant(x: torch.Tensor) -> list[torch.Tensor]:
+        values, vectors = torch.linalg.eig(x)
+        order = values.abs().argsort(-1, descending=True)
+        values = values.gather(-1, order)
+        projectors = torch.einsum("bij,bkj->bjik", vectors, vectors.conj())
+        return [values.abs(), projectors.sum(1).real]
+
+    assert_same_functions({"eig": invariant}, [x], tolerance=1e-3)
+
+
+def test_sampling_and_antialiased_resampling_match_torch() -> None:
+    x, grid, image = seeded((2, 3, 4, 5, 6), (2, 2, 3, 2, 3), (2, 3, 9, 11))
+    cases = {}
+    for mode in ("bilinear", "nearest"):
+        for padding in ("zeros", "border", "reflection"):
+            for corners in (True, False):
+                cases[f"{mode} {padding} {corners}"] = (
+                    lambda x, g, i, mode=mode, padding=padding, corners=corners: (
+                        torch.nn.functional.grid_sample(x, 1.5 * g, mode, padding, align_corners=corners)
+                    )
+                )
+    for mode in ("bilinear", "bicubic"):
+        for size in ((4, 5), (20, 13)):
+            cases[f"{mode} to {size}"] = lambda x, g, i, mode=mode, size=size: (
+                torch.nn.functional.interpolate(i, size, mode=mode, antialias=True)
+            )
+        cases[f"{mode} by a factor"] = lambda x, g, i, mode=mode: torch.nn.functional.interpolate(
+            i, scale_factor=0.4, mode=mode, antialias=True
+        )
+        cases[f"{mode} at corners"] = lambda x, g, i, mode=mode: torch.nn.functional.interpolate(
+            i, (5, 4), mode=mode, antialias=True, align_corners=True
+        )
+    assert_same_functions(cases, [x, grid, image])
+
+
+def test_counts_over_a_grid_match_torch() -> None:
+    x, weight = seeded((12, 2), (12,))
+    edges = torch.tensor([-2.0, -0.5, 0.1, 1.5])
+    assert_same_functions(
+        {
+            "counts": lambda x, w, e: _flat(torch.histogramdd(x.detach(), [3, 2])),
+            "in a range": lambda x, w, e: _flat(
+                torch.histogramdd(
+                    x.detach(), [2, 4], range=[-1.0, 1.0, -2.0, 0.5], weight=w.detach().abs(), density=True
+                )
+            ),
+            "between edges": lambda x, w, e: torch.histogramdd(x.detach(), [e.detach(), e.detach()[1:]]).hist,
+            "of one value": lambda x, w, e: list(torch.histogram(x.detach()[0, :1], 2)),
+        },
+        [x, weight, edges],
+    )
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    return [result.hist, *result.bin_edges]
+
+
+def test_the_airy_function_matches_torch_on_every_contour() -> None:
+    x = torch.tensor([-60.0, -9.0, -5.1, -4.9, -2.3, -0.4, 0.0, 0.9, 1.1, 2.0, 6.0, 12.0])
+    assert_same_functions({"airy_ai": lambda x: torch.special.airy_ai(x.detach())}, [x])
+
+
+def test_a_linear_layers_loss_in_chunks_matches_torch() -> None:
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        pytest.skip("this torch has no linear_cross_entropy")
+    x, weight, bias, classes = seeded((7, 4), (5, 4), (5,), (5,))
+    target = torch.tensor([0, 4, -100, 2, 2, 1, -100])
+    cases = {}
+    for way in ("mean", "sum", "none"):
+        cases[way] = lambda x, w, b, c, t, way=way: torch.nn.functional.linear_cross_entropy(
+            x,
+            w,
+            t,
+            linear_bias=b,
+            weight=c.detach().abs(),
+            reduction=way,
+            options=options(batch_chunk_size=3, allow_retain_graph=True),
+        )
+    assert_same_functions(cases, [x, weight, bias, classes, target])

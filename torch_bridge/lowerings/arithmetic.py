@@ -54,7 +54,17 @@ def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Any:
 
 @lowering(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def power(a: Any, b: Any) -> Any:
-    return jnp.power(*promote(a, b))
+    a, b = promote(a, b)
+    if jnp.issubdtype(a.dtype, jnp.signedinteger):
+        return _whole_power(a, b)
+    return jnp.power(a, b)
+
+
+def _whole_power(a: Any, b: Any) -> Any:
+    """Rounded towards zero where the exponent is negative: only 1 and -1 are left."""
+    power = jnp.power(a, jnp.maximum(b, 0))
+    unit = jnp.where(b % 2 == 0, jnp.abs(a), a)
+    return jnp.where(b >= 0, power, jnp.where(jnp.abs(a) == 1, unit, 0))
 
 
 @lowering(aten.pow.Tensor_Scalar)

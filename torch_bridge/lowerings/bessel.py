@@ -1,10 +1,11 @@
-"""Bessel functions and erfcx, which JAX lacks, by Gauss-Legendre quadrature of their integrals.
+"""Bessel and Airy functions and erfcx, which JAX lacks, by Gauss-Legendre quadrature of their integrals.
 
 The integrands are entire, so 64 nodes reach the rounding of float32 (DLMF 10.9 and 7.7.1 have the
 integrals). Beyond x = 25 the functions that oscillate take Hankel's expansion (DLMF 10.17), since the
 integrand would oscillate faster than the nodes. torch has no gradient for the Bessel functions.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,16 @@ import numpy as np
 import torch
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import floating
+from torch_bridge.tensors import widened
 
 aten = torch.ops.aten
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 _FAR = 25.0
 # exp(-40) is below what float32 keeps beside 1.
 _NEGLIGIBLE = 40.0
+_AIRY_FAR = 5.0
+# Coefficients u_1 to u_5 of the Airy function's asymptotic series (DLMF 9.7.2).
+_AIRY_U = [math.prod(range(2 * k + 1, 6 * k, 2)) / (216**k * math.factorial(k)) for k in range(1, 6)]
 
 
 def _integral(integrand: Callable[[Any], Any], end: Any, dtype: Any) -> Any:
@@ -42,7 +46,7 @@ def _hankel(x: Any, order: int) -> tuple[Any, Any]:
 
 def _first_kind(order: int) -> Callable[[Any], Any]:
     def lowered(x: Any) -> Any:
-        x = floating(x)
+        x = widened(x)
         size = jnp.abs(x)
         near = jnp.minimum(size, _FAR)[..., None]
         inner = _integral(lambda t: jnp.cos(order * t - near * jnp.sin(t)), jnp.full(x.shape, np.pi), x.dtype)
@@ -55,7 +59,7 @@ def _first_kind(order: int) -> Callable[[Any], Any]:
 def _second_kind(order: int) -> Callable[[Any], Any]:
     def lowered(x: Any) -> Any:
         """-inf at 0 and NaN below, as torch gives."""
-        x = floating(x)
+        x = widened(x)
         safe = jnp.where(x > 0, x, 1)
         near = jnp.minimum(safe, _FAR)
         wide = near[..., None]
@@ -78,7 +82,7 @@ def _second_kind(order: int) -> Callable[[Any], Any]:
 def _modified_second_kind(order: int, scaled: bool) -> Callable[[Any], Any]:
     def lowered(x: Any) -> Any:
         """inf at 0 and NaN below, as torch gives."""
-        x = floating(x)
+        x = widened(x)
         safe = jnp.where(x > 0, x, 1)
         wide = safe[..., None]
         value = _integral(
@@ -103,10 +107,39 @@ lowering(aten.special_scaled_modified_bessel_k0.default)(_modified_second_kind(0
 lowering(aten.special_scaled_modified_bessel_k1.default)(_modified_second_kind(1, True))
 
 
+@lowering(aten.special_airy_ai.default)
+def airy_ai(x: Any) -> Any:
+    """Along contours where the integrand falls; DLMF 9.5.4 near 0, 9.5.1 turned, 9.7.9 far to the left."""
+    x = widened(x)
+    right = jnp.maximum(x, 1.0)
+    root = jnp.sqrt(right)[..., None]
+    falling = _integral(
+        lambda t: jnp.exp(-root * jnp.square(t)) * jnp.cos(t**3 / 3),
+        jnp.sqrt(_NEGLIGIBLE / root[..., 0]),
+        x.dtype,
+    )
+    falling = falling * jnp.exp(-2 / 3 * right**1.5) / np.pi
+    middle = jnp.clip(x, -_AIRY_FAR, 1.0)
+    wide = middle[..., None]
+    turned = _integral(
+        # exp(i pi / 6) times the integrand at t = s exp(i pi / 6).
+        lambda s: jnp.exp(-(s**3) / 3 - wide * s / 2) * jnp.cos(np.pi / 6 + wide * s * (np.sqrt(3) / 2)),
+        jnp.full(x.shape, 7.0),
+        x.dtype,
+    )
+    left = jnp.maximum(-x, _AIRY_FAR)
+    zeta = 2 / 3 * left**1.5
+    even = 1 - _AIRY_U[1] / zeta**2 + _AIRY_U[3] / zeta**4
+    odd = (_AIRY_U[0] - _AIRY_U[2] / zeta**2 + _AIRY_U[4] / zeta**4) / zeta
+    phase = zeta - np.pi / 4
+    waves = (jnp.cos(phase) * even + jnp.sin(phase) * odd) / (np.sqrt(np.pi) * left**0.25)
+    return jnp.where(x > 1, falling, jnp.where(x < -_AIRY_FAR, waves, turned / np.pi))
+
+
 @lowering(aten.special_erfcx.default)
 def erfcx(x: Any) -> Any:
     """exp(x^2) erfc(x), finite where the factors are not."""
-    x = floating(x)
+    x = widened(x)
     size = jnp.abs(x)
     wide = size[..., None]
     right = _integral(

@@ -13,14 +13,10 @@ from torch_bridge.lowerings.registry import lowering
 aten = torch.ops.aten
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
+def each(value: Any, count: int) -> tuple[int, ...]:
+    """One number a spatial dim, from torch's number or list of one or of `count`."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * count if len(values) == 1 else values
-
-
-def _dimensions(space: int) -> tuple[str, str, str]:
-    letters = "DHW"[3 - space :]
-    return "NC" + letters, "OI" + letters, "NC" + letters
 
 
 def convolve(
@@ -34,23 +30,13 @@ def convolve(
 ) -> Any:
     """x `[batch, in, ...]` (or without batch), weight `[out, in / groups, ...]`."""
     space = weight.ndim - 2
-    if x.ndim == space + 1:
-        return convolve(x[None], weight, bias, stride, padding, dilation, groups)[0]
-    pads = padding.upper() if isinstance(padding, str) else [(p, p) for p in _each(padding, space)]
-    dilation = _each(dilation, space)
-    if pads == "SAME":  # torch puts the odd element at the end
-        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        pads = [(total // 2, total - total // 2) for total in totals]
-    out = lax.conv_general_dilated(
-        x,
-        weight,
-        window_strides=_each(stride, space),
-        padding=pads,
-        rhs_dilation=dilation,
-        dimension_numbers=_dimensions(space),
-        feature_group_count=groups,
-    )
-    return _biased(out, bias)
+    dilation = each(dilation, space)
+    if padding == "same":  # torch puts the odd element at the end
+        reach = _reach(weight, dilation)
+        pads = [(total // 2, total - total // 2) for total in reach]
+    else:
+        pads = [(p, p) for p in each(0 if padding == "valid" else padding, space)]
+    return _correlated(x, weight, bias, pads, each(stride, space), (1,) * space, dilation, groups)
 
 
 def transposed(
@@ -65,32 +51,48 @@ def transposed(
 ) -> Any:
     """The gradient of a convolution by its input: weight `[in, out / groups, ...]`."""
     space = weight.ndim - 2
-    if x.ndim == space + 1:
-        return transposed(x[None], weight, bias, stride, padding, output_padding, groups, dilation)[0]
-    stride, padding = _each(stride, space), _each(padding, space)
-    output_padding, dilation = _each(output_padding, space), _each(dilation, space)
-    extents = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    pads = [(e - p, e - p + o) for e, p, o in zip(extents, padding, output_padding, strict=True)]
+    dilation = each(dilation, space)
+    sizes = zip(_reach(weight, dilation), each(padding, space), each(output_padding, space), strict=True)
+    pads = [(reach - p, reach - p + extra) for reach, p, extra in sizes]
     # [in, out/g, ...] -> [out, in/g, ...], turned round in space.
-    in_channels, per_group = weight.shape[:2]
-    kernel = weight.reshape(groups, in_channels // groups, per_group, *weight.shape[2:])
-    kernel = jnp.swapaxes(kernel, 1, 2).reshape(groups * per_group, in_channels // groups, *weight.shape[2:])
+    channels, per_group = weight.shape[0] // groups, weight.shape[1]
+    kernel = weight.reshape(groups, channels, per_group, *weight.shape[2:])
+    kernel = jnp.swapaxes(kernel, 1, 2).reshape(groups * per_group, channels, *weight.shape[2:])
     kernel = jnp.flip(kernel, tuple(range(2, weight.ndim)))
+    return _correlated(x, kernel, bias, pads, (1,) * space, each(stride, space), dilation, groups)
+
+
+def _reach(weight: Any, dilation: Sequence[int]) -> list[int]:
+    """How far a kernel extends beyond the element it starts at, a spatial dim."""
+    return [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+
+
+def _correlated(
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    pads: Sequence[tuple[int, int]],
+    stride: Sequence[int],
+    spread: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Any:
+    """lax's convolution in torch's layout; `spread` puts zeros between the elements of x."""
+    batched = x.ndim == kernel.ndim
+    letters = "DHW"[5 - kernel.ndim :]
     out = lax.conv_general_dilated(
-        x,
+        x if batched else x[None],
         kernel,
-        window_strides=(1,) * space,
+        window_strides=stride,
         padding=pads,
-        lhs_dilation=stride,
+        lhs_dilation=spread,
         rhs_dilation=dilation,
-        dimension_numbers=_dimensions(space),
+        dimension_numbers=("NC" + letters, "OI" + letters, "NC" + letters),
         feature_group_count=groups,
     )
-    return _biased(out, bias)
-
-
-def _biased(out: Any, bias: Any) -> Any:
-    return out if bias is None else biased(out, bias.reshape((1, -1) + (1,) * (out.ndim - 2)))
+    if bias is not None:
+        out = biased(out, bias.reshape((1, -1) + (1,) * len(letters)))
+    return out if batched else out[0]
 
 
 @lowering(

@@ -10,7 +10,7 @@ import torch
 
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import default_float, jax_dtype
+from torch_bridge.tensors import default_float, jax_dtype, narrowed_int
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def _constant(value: Any, dtype: Any) -> Any:
     if isinstance(value, jax.Array):  # a number that depends on data
         return value.reshape(()).astype(dtype)
     if np.issubdtype(dtype, np.integer) and not isinstance(value, float | complex):
-        bounds = np.iinfo(dtype)
+        value, bounds = narrowed_int(value), np.iinfo(dtype)
         if not bounds.min <= value <= bounds.max:
             raise BridgeError(
                 message(

@@ -27,7 +27,7 @@ def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
 @lowering(aten.cumprod.default)
 def cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
     result = summed_dtype(x, dtype)
-    return jnp.cumprod(x.astype(result), dim) if x.ndim else x.astype(result)
+    return jnp.cumprod(x.astype(accumulation(result)), dim).astype(result) if x.ndim else x.astype(result)
 
 
 @lowering(aten.logcumsumexp.default)

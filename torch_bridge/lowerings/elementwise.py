@@ -13,7 +13,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import floating, promote
+from torch_bridge.tensors import floating, promote, widened
 
 aten = torch.ops.aten
 
@@ -27,6 +27,15 @@ def _unary_float(op: Any, function: Callable[[Any], Any]) -> None:
 
     def wrapped(x: Any) -> Any:
         return function(floating(x))
+
+    lowering(op.default)(wrapped)
+
+
+def _unary_wide(op: Any, function: Callable[[Any], Any]) -> None:
+    """Series and polynomials, whose rounding half precision would not survive."""
+
+    def wrapped(x: Any) -> Any:
+        return function(widened(x))
 
     lowering(op.default)(wrapped)
 
@@ -113,6 +122,12 @@ for _op, _function in (
     (aten.sigmoid, jax.nn.sigmoid),
     (aten.erf, jsp.erf),
     (aten.erfc, jsp.erfc),
+    (aten.deg2rad, jnp.deg2rad),
+    (aten.rad2deg, jnp.rad2deg),
+):
+    _unary_float(_op, _function)
+
+for _op, _function in (
     (aten.erfinv, jsp.erfinv),
     (aten.lgamma, jsp.gammaln),
     (aten.i0, jsp.i0),
@@ -122,10 +137,8 @@ for _op, _function in (
     (aten.special_ndtri, jsp.ndtri),
     (aten.special_log_ndtr, jsp.log_ndtr),
     (aten.special_entr, jsp.entr),
-    (aten.deg2rad, jnp.deg2rad),
-    (aten.rad2deg, jnp.rad2deg),
 ):
-    _unary_float(_op, _function)
+    _unary_wide(_op, _function)
 
 _binary(jnp.multiply, aten.mul.Tensor, aten.mul.Scalar)
 

@@ -201,10 +201,8 @@ def ormqr(x: Any, tau: Any, other: Any, left: bool = True, transpose: bool = Fal
 
 @lowering(aten.linalg_matrix_exp.default)
 def matrix_exp(x: Any) -> Any:
-    if not x.size:
-        return x
     exponential = jax.scipy.linalg.expm
-    return jnp.vectorize(exponential, signature="(n,n)->(n,n)")(x)
+    return jnp.vectorize(exponential, signature="(n,n)->(n,n)")(x) if x.size else x
 
 
 # Forms that raise in torch where a matrix is singular: the ones that return `info`, without it. Opened by

@@ -8,14 +8,10 @@ import numpy as np
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.convolution import each
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
-
-
-def _each(value: Any, count: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * count if len(values) == 1 else values
 
 
 def _extra_end(size: int, kernel: int, stride: int, pad: int, dilation: int, ceil_mode: bool) -> int:
@@ -32,9 +28,9 @@ def _extra_end(size: int, kernel: int, stride: int, pad: int, dilation: int, cei
 def _windows(
     x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> Any:
-    kernel = _each(kernel, space)
-    stride = _each(stride, space) if stride else kernel
-    padding, dilation = _each(padding, space), _each(dilation, space)
+    kernel = each(kernel, space)
+    stride = each(stride, space) if stride else kernel
+    padding, dilation = each(padding, space), each(dilation, space)
     lead = x.ndim - space
     ends = [
         _extra_end(size, k, s, p, d, ceil_mode)
@@ -121,7 +117,7 @@ def _counts(x: Any, space: int, windows: Any, padding: Any, include_pad: bool) -
     """How many elements each window averages; what ceil_mode adds beyond the padding never counts."""
     lead = x.ndim - space
     size = x.shape[lead:]
-    pads = _each(padding, space)
+    pads = each(padding, space)
     inside = np.ones(size, np.float32)
     wide = np.pad(inside, [(p, p) for p in pads], constant_values=1.0 if include_pad else 0.0)
     for dim, (_, end) in enumerate(windows["padding"][lead:]):
@@ -144,7 +140,7 @@ def _bins(size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _adaptive(x: Any, output_size: Any, space: int, reduce: Any) -> Any:
-    for offset, count in enumerate(_each(output_size, space)):
+    for offset, count in enumerate(each(output_size, space)):
         dim = x.ndim - space + offset
         size = x.shape[dim]
         if count is None or count == size:

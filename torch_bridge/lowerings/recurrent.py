@@ -116,27 +116,9 @@ def _drops(
     return train and dropout > 0.0 and layers > 1
 
 
-@lowering(aten.lstm.input, random=_drops)
-def lstm(
-    x: Any,
-    hx: Sequence[Any],
-    params: Sequence[Any],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-    *,
-    rng: Any = None,
-) -> tuple[Any, ...]:
-    del train  # in eval mode there is no key
-    return _layers(
-        _lstm_cell, x, hx, params, has_biases, num_layers, dropout, bidirectional, batch_first, rng
-    )
+def _recurrent(cell: Cell) -> Callable[..., tuple[Any, ...]]:
+    """torch's operator of a cell; `hx` is the state, or the states of an LSTM."""
 
-
-def _single_state(cell: Cell) -> Callable[..., tuple[Any, ...]]:
     def layers(
         x: Any,
         hx: Any,
@@ -150,14 +132,16 @@ def _single_state(cell: Cell) -> Callable[..., tuple[Any, ...]]:
         *,
         rng: Any = None,
     ) -> tuple[Any, ...]:
-        del train
+        del train  # in eval mode there is no key
+        states = hx if isinstance(hx, tuple) else (hx,)
         return _layers(
-            cell, x, (hx,), params, has_biases, num_layers, dropout, bidirectional, batch_first, rng
+            cell, x, states, params, has_biases, num_layers, dropout, bidirectional, batch_first, rng
         )
 
     return layers
 
 
-lowering(aten.gru.input, random=_drops)(_single_state(_gru_cell))
-lowering(aten.rnn_tanh.input, random=_drops)(_single_state(_plain_cell(jnp.tanh)))
-lowering(aten.rnn_relu.input, random=_drops)(_single_state(_plain_cell(jax.nn.relu)))
+lowering(aten.lstm.input, random=_drops)(_recurrent(_lstm_cell))
+lowering(aten.gru.input, random=_drops)(_recurrent(_gru_cell))
+lowering(aten.rnn_tanh.input, random=_drops)(_recurrent(_plain_cell(jnp.tanh)))
+lowering(aten.rnn_relu.input, random=_drops)(_recurrent(_plain_cell(jax.nn.relu)))

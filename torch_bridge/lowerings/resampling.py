@@ -1,6 +1,6 @@
 """Resampling of images, in torch's layout: leading dims, then space."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
+Kernel = Callable[[np.ndarray], np.ndarray]
 
 
 def _source_positions(count: int, size: int, scale: float | None, align_corners: bool) -> np.ndarray:
@@ -59,6 +60,56 @@ def upsample_trilinear3d(
     x: Any, size: Any, align_corners: bool, depth: Any = None, height: Any = None, width: Any = None
 ) -> Any:
     return _linear(x, size, align_corners, (depth, height, width))
+
+
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _cubic(x: np.ndarray) -> np.ndarray:
+    """Keys' kernel with a = -0.5, which Pillow resizes with."""
+    x = np.abs(x)
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    return np.where(x < 1, near, np.where(x < 2, far, 0))
+
+
+def _lanczos(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0)
+
+
+def _antialiased_matrix(
+    count: int, size: int, scale: float | None, align_corners: bool, kernel: Kernel, reach: int
+) -> np.ndarray:
+    """A kernel as wide as an output element at least, cut off at the borders, each row of sum 1."""
+    if align_corners:
+        step = (size - 1) / (count - 1) if count > 1 else 0.0
+    else:
+        step = size / count if scale is None or scale <= 0 else 1.0 / scale
+    widening = max(step, 1.0)
+    centres = step * (np.arange(count) + 0.5)
+    first = np.maximum((centres - reach * widening + 0.5).astype(np.int64), 0)
+    last = np.minimum((centres + reach * widening + 0.5).astype(np.int64), size)
+    places = np.arange(size)
+    weights = kernel((places[None, :] - centres[:, None] + 0.5) / widening)
+    weights = np.where((places >= first[:, None]) & (places < last[:, None]), weights, 0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def _antialiased(kernel: Kernel, reach: int) -> Callable[..., Any]:
+    def resize(x: Any, size: Any, align_corners: bool, height: Any = None, width: Any = None) -> Any:
+        for dim, count, scale in ((-2, size[0], height), (-1, size[1], width)):
+            matrix = _antialiased_matrix(count, x.shape[dim], scale, align_corners, kernel, reach)
+            x = _interpolated(x, x.ndim + dim, matrix)
+        return x
+
+    return resize
+
+
+lowering(aten._upsample_bilinear2d_aa.default)(_antialiased(_triangle, 1))
+lowering(aten._upsample_bicubic2d_aa.default)(_antialiased(_cubic, 2))
+if hasattr(aten, "_upsample_lanczos2d_aa"):  # from torch 2.12 on
+    lowering(aten._upsample_lanczos2d_aa.default)(_antialiased(_lanczos, 3))
 
 
 def _nearest(x: Any, size: Sequence[int], scales: Sequence[float | None]) -> Any:

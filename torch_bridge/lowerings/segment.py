@@ -9,6 +9,7 @@ import torch
 
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.lowerings.scatter import product_at
+from torch_bridge.tensors import accumulation
 
 aten = torch.ops.aten
 
@@ -79,10 +80,10 @@ def embedding_bag(
     num_bags = starts.shape[0]
     bag = jnp.searchsorted(starts, jnp.arange(index.shape[0]), side="right") - 1
     valid = index != padding_idx if padding_idx >= 0 else jnp.ones(index.shape, bool)
-    rows = weight[index]
+    rows = weight[index].astype(accumulation(weight.dtype))
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
-    counts = jax.ops.segment_sum(valid.astype(weight.dtype), bag, num_bags)
+    counts = jax.ops.segment_sum(valid.astype(rows.dtype), bag, num_bags)
     if mode == 2:
         rows = jnp.where(valid[:, None], rows, -jnp.inf)
         out = jnp.where((counts > 0)[:, None], jax.ops.segment_max(rows, bag, num_bags), 0)

@@ -11,7 +11,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import floating, promote
+from torch_bridge.tensors import promote, widened
 
 aten = torch.ops.aten
 # Next from (degree of the next, x, previous, the one before).
@@ -23,7 +23,7 @@ def _polynomial(name: str, first: Callable[[Any], Any], recurrence: Recurrence, 
 
     def lowered(x: Any, degree: Any) -> Any:
         x, degree = promote(x, degree)
-        x, degree = jnp.broadcast_arrays(floating(x), floating(degree))
+        x, degree = jnp.broadcast_arrays(widened(x), widened(degree))
         point = 2 * x - 1 if shift else x
         whole = jnp.trunc(degree)
         highest = jnp.max(whole, initial=0.0)
@@ -108,21 +108,24 @@ def _digamma_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 
 @lowering(aten.digamma.default, torch.ops.prims.digamma.default)
 def digamma(x: Any) -> Any:
-    return _digamma(floating(x))
+    x = widened(x)
+    # JAX's has no poles.
+    pole = jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jnp.nan)
+    return jnp.where((x <= 0) & (x == jnp.round(x)), pole, _digamma(x))
 
 
 @lowering(aten.polygamma.default)
 def polygamma(n: int, x: Any) -> Any:
-    x = floating(x)
+    x = widened(x)
     if n == 0:
-        return _digamma(x)
+        return digamma(x)
     return (-1) ** (n + 1) * math.factorial(n) * zeta(jnp.asarray(n + 1.0, x.dtype), x)
 
 
 def _of_two(op: Any, function: Callable[[Any, Any], Any]) -> None:
     def lowered(a: Any, b: Any) -> Any:
         a, b = promote(a, b)
-        return function(floating(a), floating(b))
+        return function(widened(a), widened(b))
 
     lowering(op)(lowered)
 
@@ -133,6 +136,6 @@ _of_two(aten.special_zeta.default, zeta)
 _of_two(aten.special_zeta.other_scalar, zeta)
 _of_two(aten.special_zeta.self_scalar, zeta)
 
-lowering(aten.special_modified_bessel_i0.default)(lambda x: jsp.i0(floating(x)))
-lowering(aten.special_modified_bessel_i1.default)(lambda x: jsp.i1(floating(x)))
-lowering(aten.special_spherical_bessel_j0.default)(lambda x: jnp.sinc(floating(x) / jnp.pi))
+lowering(aten.special_modified_bessel_i0.default)(lambda x: jsp.i0(widened(x)))
+lowering(aten.special_modified_bessel_i1.default)(lambda x: jsp.i1(widened(x)))
+lowering(aten.special_spherical_bessel_j0.default)(lambda x: jnp.sinc(widened(x) / jnp.pi))

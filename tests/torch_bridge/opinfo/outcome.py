@@ -18,8 +18,8 @@ class Outcome(enum.StrEnum):
     """What became of a sample, best first within each of the three groups."""
 
     PASSED = "pass"
-    PASSED_FORWARD = "pass (torch has no gradient)"
-    PASSED_SHAPE = "pass (random: shape and dtype)"
+    PASSED_FORWARD = "pass (forward alone)"
+    PASSED_SHAPE = "pass (random or unset: shape and dtype)"
 
     WRONG_GRADIENT = "wrong gradient"
     FAILED_GRADIENT = "gradient fails"
@@ -85,11 +85,18 @@ def summary(records: Iterable[dict[str, Any]]) -> str:
     judged = sum(count for outcome, count in counts.items() if outcome not in LEFT_OUT)
     passed = sum(counts[outcome] for outcome in PASSES)
     lines = [f"{counts[outcome]:5d}  {outcome.value}" for outcome in _ORDER if counts[outcome]]
+    lines += ["", "forward alone, since:", *_reasons(by_outcome[Outcome.PASSED_FORWARD])]
     lines += ["", "not passed:", *_listing(by_outcome, frozenset(_ORDER) - PASSES - LEFT_OUT)]
     lines += ["", "left out:", *_listing(by_outcome, LEFT_OUT)]
     share = f"{passed / max(judged, 1):.1%}"
     left_out = sum(counts[outcome] for outcome in LEFT_OUT)
     return "\n".join([*lines, "", f"pass: {passed} of {judged} judged ({share}); {left_out} left out"])
+
+
+def _reasons(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Counts by what stands before the first colon of the detail."""
+    counts = Counter(entry["detail"].split(":")[0] for entry in entries)
+    return [f"{count:5d}  {reason}" for reason, count in counts.most_common()]
 
 
 def _listing(by_outcome: dict[Outcome, list[dict[str, Any]]], wanted: frozenset[Outcome]) -> list[str]:
