@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention
 from torch._functorch import eager_transforms
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -210,6 +211,7 @@ def _function_apply(original: Any, here: Callable[[], bool]) -> Any:
 
 def _checkpointed(run_function: Any, _preserve_rng_state: Any, *args: Any) -> Any:
     """A reentrant checkpoint. As in torch, it has no gradient if none of its arguments wants one."""
+    torch.utils.checkpoint.check_backward_validity(args)  # warns of that
     if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         return run_function(*args)
     with torch.no_grad():
@@ -265,6 +267,11 @@ def _func_jacfwd(original: Any, here: Callable[[], bool]) -> Any:
     return lambda *args, **kwargs: (torch.func.jacrev if here() else original)(*args, **kwargs)
 
 
+def _flex_device(original: Any, here: Callable[[], bool]) -> Any:
+    """flex_attention: torch has no gradient of it on the host; JAX has."""
+    return lambda *args, **kwargs: None if here() else original(*args, **kwargs)
+
+
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.autograd.Function, "apply", _function_apply),
     (torch.autograd.grad_mode.inference_mode, "__enter__", _inference_enter),
@@ -273,4 +280,5 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (eager_transforms, "grad_and_value_impl", _func_grad_and_value),
     (eager_transforms, "_vjp_with_argnums", _func_vjp),
     (eager_transforms, "jacfwd", _func_jacfwd),
+    (torch.nn.attention.flex_attention, "_validate_device", _flex_device),
 )

@@ -51,9 +51,7 @@ def _with_subgraphs(graph: Graph, positions: Sequence[int]) -> Iterator[Node]:
 def _unsupported(missing: Mapping[Any, Node]) -> str:
     details = []
     for op, node in missing.items():
-        details.append(f"{op} in module {node.path or '(root)'}")
-        if node.source:
-            details.append(f"  at {node.source}")
+        details += [f"{op}", *(f"  {line}" for line in where(node))]
     return message(
         f"no lowering for {', '.join(map(str, missing))}, nor does torch decompose it into ones that have.",
         *details,
@@ -65,11 +63,12 @@ def _checked_dtype(dtype: torch.dtype, node: Node) -> None:
     try:
         jax_dtype(dtype)
     except BridgeError as error:
-        where = [
-            f"computed by {node.operator} in module {node.path or '(root)'}",
-            *([f"at {node.source}"] if node.source else []),
-        ]
-        raise BridgeError(message(str(error), *where)) from None
+        raise BridgeError(message(str(error), f"computed by {node.operator}", *where(node))) from None
+
+
+def where(node: Node) -> tuple[str, ...]:
+    """Module path and source line of a node, as lines of an error."""
+    return (f"in module {node.path or '(root)'}", *([f"at {node.source}"] if node.source else []))
 
 
 def draws_random(graph: Graph, positions: Sequence[int]) -> bool:
@@ -109,10 +108,14 @@ def run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subgraph:
-    """A function that a higher-order operator takes: positional arrays to the tuple of what it returns."""
+    """A function that a higher-order operator takes: positional arrays to the tuple of what it returns.
+
+    `where` says in errors where the operator is called.
+    """
 
     graph: Graph
     rows: int
+    where: tuple[str, ...]
 
     def __call__(self, *inputs: Any, rng: Any = None) -> tuple[Any, ...]:
         return run(self.graph, inputs, self.graph.outputs, rows=self.rows, rng=rng)
@@ -126,12 +129,12 @@ class _Walk:
     rows: int
     rng: Any
 
-    def resolved(self, tree: Any, values: Mapping[int, Any]) -> Any:
+    def resolved(self, tree: Any, values: Mapping[int, Any], where: tuple[str, ...] = ()) -> Any:
         def leaf_value(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 return values[leaf.index]
             if isinstance(leaf, Graph):
-                return Subgraph(graph=leaf, rows=self.rows)
+                return Subgraph(graph=leaf, rows=self.rows, where=where)
             return leaf.at(self.rows) if isinstance(leaf, Affine) else leaf
 
         return tree_map(leaf_value, tree)
@@ -142,7 +145,7 @@ class _Walk:
             if operators.is_gradient(node.operator):
                 result = self._differentiate(node, values)
             else:
-                args, kwargs = self.resolved(node.args, values), self.resolved(node.kwargs, values)
+                args, kwargs = self.resolved((node.args, node.kwargs), values, where(node))
                 result = _evaluate(node, position, args, kwargs, self.rng)
             values[position + self.graph.num_inputs] = result
 
@@ -181,7 +184,7 @@ def _check_connected(node: Node, graph: Graph, inputs: Sequence[int], positions:
         raise BridgeError(
             message(
                 "a gradient that forward takes is lost in the exported graph.",
-                *([f"at {node.source}"] if node.source else []),
+                *where(node),
                 hint="differentiate with respect to a tensor that the outputs are computed from directly",
             )
         )

@@ -17,6 +17,7 @@ import torch
 from jax import lax
 
 from torch_bridge.attention import Settings, attention
+from torch_bridge.errors import BridgeError, message
 from torch_bridge.interpret import Subgraph
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.program import Graph, Ref, refs, subgraphs
@@ -25,12 +26,8 @@ higher_order = torch.ops.higher_order
 aten = torch.ops.aten
 
 # Integers that a loop carries are arrays in JAX; Python's operators work on them.
-_OF_INTEGERS = (
-    (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)
-    + (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
-)  # fmt: skip
-for _python_operator in _OF_INTEGERS:
-    lowering(_python_operator)(_python_operator)
+for _name in "add sub mul floordiv mod neg lt le gt ge eq ne".split():
+    lowering(getattr(operator, _name))(getattr(operator, _name))
 
 
 @lowering(higher_order.cond)
@@ -63,18 +60,34 @@ def scan(body: Subgraph, carry: Any, xs: Any, operands: Any, *, rng: Any = None)
 def while_loop(
     condition: Subgraph, body: Subgraph, carried: Any, operands: Any, *, rng: Any = None
 ) -> tuple[Any, ...]:
-    def go_on(state: Any) -> Any:
-        index, values = state
-        (predicate,) = condition(*values, *operands, rng=_key_of(rng, index))
-        return predicate.reshape(())
+    """JAX has no gradient of it in reverse: asking for one is an error."""
 
-    def step(state: Any) -> Any:
-        index, values = state
-        results = body(*values, *operands, rng=_key_of(rng, index))
-        return index + 1, tuple(r.astype(v.dtype) for r, v in zip(results, values, strict=True))
+    def loop(carried: Any, operands: Any, rng: Any) -> tuple[Any, ...]:
+        def go_on(state: Any) -> Any:
+            index, values = state
+            (predicate,) = condition(*values, *operands, rng=_key_of(rng, index))
+            return predicate.reshape(())
 
-    start = (jnp.asarray(0), tuple(map(jnp.asarray, carried)))
-    return lax.while_loop(go_on, step, start)[1]
+        def step(state: Any) -> Any:
+            index, values = state
+            results = body(*values, *operands, rng=_key_of(rng, index))
+            return index + 1, tuple(r.astype(v.dtype) for r, v in zip(results, values, strict=True))
+
+        return lax.while_loop(go_on, step, (jnp.asarray(0), carried))[1]
+
+    def refuse(_residuals: None, _cotangents: Any) -> Any:
+        raise BridgeError(
+            message(
+                "the gradient of a while_loop is asked for, whose number of steps is not known.",
+                *body.where,
+                hint="use torch's scan over a fixed number of steps (torch.where for those that are not "
+                "wanted), or .detach() what the loop returns",
+            )
+        )
+
+    guarded = jax.custom_vjp(loop)
+    guarded.defvjp(lambda *args: (loop(*args), None), refuse)
+    return guarded(tuple(map(jnp.asarray, carried)), operands, rng)
 
 
 @lowering(higher_order.map_impl)
