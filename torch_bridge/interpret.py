@@ -21,6 +21,8 @@ from torch_bridge.program import Affine, Graph, Node, Ref, refs, subgraphs, tree
 from torch_bridge.random import node_key
 from torch_bridge.tensors import jax_dtype
 
+_WRITES = torch.ops.higher_order.auto_functionalized_v2
+
 
 def check(graph: Graph, positions: Sequence[int]) -> None:
     """See that these nodes can be lowered, and those of their subgraphs.
@@ -31,8 +33,9 @@ def check(graph: Graph, positions: Sequence[int]) -> None:
     """
     missing: dict[Any, Node] = {}
     for node in _with_subgraphs(graph, positions):
-        if node.operator is not operator.getitem and registry.find(node.operator) is None:
-            missing.setdefault(node.operator, node)
+        called = _called(node)
+        if called is not operator.getitem and registry.find(called) is None:
+            missing.setdefault(called, node)
         for dtype in node.dtypes:
             if isinstance(dtype, torch.dtype):
                 _checked_dtype(dtype, node)
@@ -46,6 +49,11 @@ def _with_subgraphs(graph: Graph, positions: Sequence[int]) -> Iterator[Node]:
         yield node
         for body in subgraphs(node.args):
             yield from _with_subgraphs(body, range(len(body.nodes)))
+
+
+def _called(node: Node) -> Any:
+    """The operator that a node calls, also where torch wraps one that writes its arguments."""
+    return node.args[0] if node.operator is _WRITES else node.operator
 
 
 def _unsupported(missing: Mapping[Any, Node]) -> str:
