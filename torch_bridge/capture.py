@@ -8,31 +8,31 @@ Replacements hold for the exporting thread alone and are undone at the end; expo
 """
 
 import contextlib
+import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention
 from torch._functorch import eager_transforms
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_bridge import functions, gradients
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.explain import user_line
 from torch_bridge.rewrites import rewritten
-from torch_bridge.signature import OUTSIDE_USER_CODE
+from torch_bridge.signature import PREFIX
 
 _EXPORTS = threading.RLock()
+# They log what is raised as well; some exports are tries that may fail.
+_NOISY = [
+    logging.getLogger(f"torch.{name}")
+    for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+]
 _Tensor: Any = torch.Tensor
-
-
-def user_line(frames: Any) -> str:
-    """The innermost frame that is neither torch's nor ours."""
-    for frame in reversed(list(frames)):
-        if not frame.filename.startswith(OUTSIDE_USER_CODE) and "contextlib" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return "(unknown)"
 
 
 def _here() -> str:
@@ -141,13 +141,13 @@ def refuse_gradient_hooks(module: torch.nn.Module) -> None:
         BridgeError: naming every such hook.
     """
     found = [
-        f"{name or '(root)'}: {_describe(hook)}"
+        f"{name.removeprefix(PREFIX) or '(root)'}: {_describe(hook)}"
         for name, child in module.named_modules()
         for hooks in (child._backward_hooks, child._backward_pre_hooks)
         for hook in hooks.values()
     ]
     found += [
-        f"{name}: {_describe(hook)}"
+        f"{name.removeprefix(PREFIX)}: {_describe(hook)}"
         for name, parameter in module.named_parameters()
         for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
         for hook in (hooks or {}).values()
@@ -180,6 +180,9 @@ def capturing() -> Iterator[None]:
             replacement = make(original, lambda: threading.get_ident() == thread)
             setattr(owner, name, replacement)
             undo.callback(setattr, owner, name, original)
+        for logger in _NOISY:
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
         yield
 
 
@@ -211,6 +214,7 @@ def _function_apply(original: Any, here: Callable[[], bool]) -> Any:
 
 def _checkpointed(run_function: Any, _preserve_rng_state: Any, *args: Any) -> Any:
     """A reentrant checkpoint. As in torch, it has no gradient if none of its arguments wants one."""
+    torch.utils.checkpoint.check_backward_validity(args)  # warns of that
     if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         return run_function(*args)
     with torch.no_grad():
@@ -266,6 +270,31 @@ def _func_jacfwd(original: Any, here: Callable[[], bool]) -> Any:
     return lambda *args, **kwargs: (torch.func.jacrev if here() else original)(*args, **kwargs)
 
 
+def _batch_norm_forward(original: Any, here: Callable[[], bool]) -> Any:
+    """BatchNorm with momentum=None: a cumulative average, whose factor torch takes out of a tensor."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        cumulative = self.momentum is None and self.training and self.track_running_stats
+        if not here() or not cumulative:
+            return original(self, x)
+        self._check_input_dim(x)
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            dims = [dim for dim in range(x.dim()) if dim != 1]
+            var, mean = torch.var_mean(x.to(self.running_mean.dtype), dims, correction=1)
+            share = 1.0 / self.num_batches_tracked.to(mean.dtype)
+            self.running_mean.lerp_(mean, share)
+            self.running_var.lerp_(var, share)
+        return torch.nn.functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    return forward
+
+
+def _flex_device(original: Any, here: Callable[[], bool]) -> Any:
+    """flex_attention: torch has no gradient of it on the host; JAX has."""
+    return lambda *args, **kwargs: None if here() else original(*args, **kwargs)
+
+
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.autograd.Function, "apply", _function_apply),
     (torch.autograd.grad_mode.inference_mode, "__enter__", _inference_enter),
@@ -274,4 +303,6 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (eager_transforms, "grad_and_value_impl", _func_grad_and_value),
     (eager_transforms, "_vjp_with_argnums", _func_vjp),
     (eager_transforms, "jacfwd", _func_jacfwd),
+    (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm_forward),
+    (torch.nn.attention.flex_attention, "_validate_device", _flex_device),
 )

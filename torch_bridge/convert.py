@@ -1,12 +1,9 @@
 """The way in: a torch module and an example call become a `JaxModule`."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from torch_bridge import lowerings  # noqa: F401 - fills the registry
 from torch_bridge.export import Exportable
@@ -63,7 +60,6 @@ def convert(
     stated = None if batch_dims is None else tuple(inputs.bind_batch(batch_dims, partial=True))
     programs = make_programs(wrapper, names, inputs.tensors, stated)
     written = set(programs.first.signature.written)
-    _share_classes(programs.first.returned.spec)
 
     def arrays(tensors: Mapping[str, torch.Tensor], *, computed: bool = False) -> dict[str, Any]:
         return {name: held(name, tensor, computed=computed) for name, tensor in tensors.items()}
@@ -82,38 +78,3 @@ def convert(
         programs=programs,
         initialiser=Initialiser({**names.params, **names.frozen, **names.buffers}),
     )
-
-
-class _Context:
-    """torch's pytree context (often a list of keys) in the hashable form that JAX wants."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(repr(self.value))
-
-
-def _share_classes(spec: Any) -> None:
-    """Register with JAX the output classes that torch knows as pytrees."""
-    for child in spec.children():
-        _share_classes(child)
-    cls = spec.type
-    if not isinstance(cls, type):
-        return
-    node = torch_pytree.SUPPORTED_NODES.get(cls)
-    if node is None:
-        return
-
-    def flatten(value: Any) -> tuple[tuple[Any, ...], _Context]:
-        children, context = node.flatten_fn(value)
-        return tuple(children), _Context(context)
-
-    def unflatten(context: _Context, children: Any) -> Any:
-        return node.unflatten_fn(list(children), context.value)
-
-    with contextlib.suppress(ValueError):  # JAX knows it already
-        jax.tree_util.register_pytree_node(cls, flatten, unflatten)

@@ -6,23 +6,25 @@ refused (`capture`).
 """
 
 import contextlib
-import traceback
+import enum
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as torch_pytree
 
-from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks, user_line
+from torch_bridge.attributes import watched_attributes
+from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks
 from torch_bridge.decompose import drop_checks, open_unlowered
-from torch_bridge.errors import BridgeError, message
+from torch_bridge.errors import BridgeError
+from torch_bridge.explain import explained
 from torch_bridge.inputs import Inputs
 from torch_bridge.precision import Precision
 from torch_bridge.regions import make_regions_explicit
+from torch_bridge.structures import Structure, share_with_jax, take_apart
 
-_SCALARS = (int, float, bool, complex, str, type(None))
+_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, enum.Enum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +32,13 @@ class OutputTree:
     """What the module returned, taken apart by torch's own pytrees.
 
     Args:
-        spec: torch's structure.
+        structure: how its leaves are put together.
         leaves: a fixed value, or `...` where a tensor stands.
         dropped: paths and classes of leaves that neither torch nor JAX can take apart (left out: None).
         loss: position of the scalar loss among the tensors that were returned, if there is one.
     """
 
-    spec: Any
+    structure: Structure
     leaves: tuple[Any, ...]
     dropped: tuple[str, ...]
     loss: int | None
@@ -66,14 +68,15 @@ class Exportable(torch.nn.Module):
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with WatchedForward():
+        with WatchedForward(), watched_attributes(self):
             args, kwargs = self.inputs.call(tensors, for_loss=False)
             outputs = self.module(*args, **kwargs)
             loss = _loss_in(outputs)
             if self.loss is not None:
                 args, kwargs = self.inputs.call(tensors, for_loss=True)
                 loss = self.loss(outputs, *args, **kwargs)
-        leaves, spec = torch_pytree.tree_flatten(outputs)
+        share_with_jax(outputs)
+        leaves, structure = take_apart(outputs)
         leaves = [_number_as_tensor(leaf) for leaf in leaves]
         flat = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = next((i for i, leaf in enumerate(flat) if leaf is loss), None)
@@ -81,10 +84,10 @@ class Exportable(torch.nn.Module):
             position = len(flat)
             flat.append(loss)
         self.record.returned = OutputTree(
-            spec=spec,
+            structure=structure,
             leaves=tuple(_leaf_record(leaf) for leaf in leaves),
             dropped=tuple(
-                type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_SCALARS))
+                type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))
             ),
             loss=position,
         )
@@ -101,7 +104,7 @@ def _number_as_tensor(leaf: Any) -> Any:
 def _leaf_record(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return ...
-    return leaf if isinstance(leaf, _SCALARS) else None
+    return leaf if isinstance(leaf, _CONSTANTS) else None
 
 
 def _loss_in(outputs: Any) -> torch.Tensor | None:
@@ -129,21 +132,21 @@ def export(
     """
     refuse_gradient_hooks(wrapper)
     with exporting():
-        with wrapper.precision.region():
-            try:
+        try:
+            with wrapper.precision.region():
                 program = torch.export.export(
                     wrapper, tuple(tensors), strict=False, dynamic_shapes=dynamic_shapes
                 )
-            except BridgeError:
-                raise
-            except Exception as error:
-                raise _explained(error) from error
-            make_regions_explicit(program.graph_module)
-            drop_checks(program.graph_module)
-            # Checks of the example's memory layout, which torch cannot run itself where an input is a view.
-            conditions, program._guards_code = getattr(program, "_guards_code", []), []
-            program = program.run_decompositions({})
-        opened = open_unlowered(program)
+                make_regions_explicit(program.graph_module)
+                drop_checks(program.graph_module)
+                # Checks of the example's memory layout, which torch cannot run where an input is a view.
+                conditions, program._guards_code = getattr(program, "_guards_code", []), []
+                program = program.run_decompositions({})
+            opened = open_unlowered(program)
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise explained(error) from error
         opened._guards_code = conditions
         return opened
 
@@ -157,32 +160,3 @@ def exporting() -> Iterator[None]:
         # Recurrent layers list their own parameters a second time, which torch puts back itself.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
         yield
-
-
-_HINTS = (
-    (
-        "data-dependent",
-        "make the branch tensor arithmetic (torch.where), or take the value as a Python argument",
-    ),
-    (".item()", "keep the value a tensor, or take it as a Python argument"),
-    ("masked_select", "use torch.where with a fill value, which keeps the shape fixed"),
-    ("nonzero", "use a boolean mask with torch.where, which keeps the shape fixed"),
-)
-
-
-def _explained(error: Exception) -> BridgeError:
-    text = str(error)
-    hints = [hint for word, hint in _HINTS if word.lower() in text.lower()]
-    if type(error).__name__.startswith("GuardOnDataDependent"):
-        hints.insert(0, _HINTS[0][1])
-    what = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    return BridgeError(
-        message(
-            "torch.export cannot follow this module.",
-            f"{type(error).__name__}: {what[:300]}",
-            f"at: {user_line(traceback.extract_tb(error.__traceback__))}",
-            hint=hints[0]
-            if hints
-            else "run torch.export.export(module, args, strict=False) and follow what it says",
-        )
-    )

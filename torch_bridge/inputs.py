@@ -16,6 +16,7 @@ import torch
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.structures import refuse_hidden_tensors, share_with_jax
 from torch_bridge.tensors import to_torch
 
 
@@ -153,6 +154,8 @@ def describe(
     to the loss, as many as that requires beside the outputs.
     """
     entries: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    share_with_jax([value for _, value in entries])
+    seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     own_args, own_kwargs = _taken_by_module(module, len(args), list(kwargs), loss)
     arguments: list[Argument] = []
     tensors: list[torch.Tensor] = []
@@ -164,18 +167,25 @@ def describe(
         for index, (path, leaf) in enumerate(with_paths):
             if isinstance(leaf, np.ndarray | jax.Array):
                 leaf = leaves[index] = to_torch(leaf)
+            name = (f"args[{key}]" if isinstance(key, int) else key) + keystr(path)
             if isinstance(leaf, torch.Tensor):
                 slots.append(len(tensors))
-                tensors.append(leaf)
-                name = f"args[{key}]" if isinstance(key, int) else key
-                paths.append(name + keystr(path))
+                tensors.append(_another(leaf) if id(leaf) in seen else leaf)
+                seen.add(id(leaf))
+                paths.append(name)
             else:
+                refuse_hidden_tensors(name, leaf)
                 slots.append(None)
-        own = key < own_args if isinstance(key, int) else key in own_kwargs
+        is_own = key < own_args if isinstance(key, int) else key in own_kwargs
         arguments.append(
-            Argument(key=key, treedef=treedef, leaves=tuple(leaves), slots=tuple(slots), for_loss=not own)
+            Argument(key=key, treedef=treedef, leaves=tuple(leaves), slots=tuple(slots), for_loss=not is_own)
         )
     return Inputs(arguments=tuple(arguments), tensors=tuple(tensors), paths=tuple(paths))
+
+
+def _another(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a tensor of its own: torch.export takes one tensor in two places for one input."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _taken_by_module(

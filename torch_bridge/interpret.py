@@ -21,6 +21,8 @@ from torch_bridge.program import Affine, Graph, Node, Ref, refs, subgraphs, tree
 from torch_bridge.random import node_key
 from torch_bridge.tensors import jax_dtype
 
+_WRITES = torch.ops.higher_order.auto_functionalized_v2
+
 
 def check(graph: Graph, positions: Sequence[int]) -> None:
     """See that these nodes can be lowered, and those of their subgraphs.
@@ -31,8 +33,9 @@ def check(graph: Graph, positions: Sequence[int]) -> None:
     """
     missing: dict[Any, Node] = {}
     for node in _with_subgraphs(graph, positions):
-        if node.operator is not operator.getitem and registry.find(node.operator) is None:
-            missing.setdefault(node.operator, node)
+        called = _called(node)
+        if called is not operator.getitem and registry.find(called) is None:
+            missing.setdefault(called, node)
         for dtype in node.dtypes:
             if isinstance(dtype, torch.dtype):
                 _checked_dtype(dtype, node)
@@ -48,12 +51,15 @@ def _with_subgraphs(graph: Graph, positions: Sequence[int]) -> Iterator[Node]:
             yield from _with_subgraphs(body, range(len(body.nodes)))
 
 
+def _called(node: Node) -> Any:
+    """The operator that a node calls, also where torch wraps one that writes its arguments."""
+    return node.args[0] if node.operator is _WRITES else node.operator
+
+
 def _unsupported(missing: Mapping[Any, Node]) -> str:
     details = []
     for op, node in missing.items():
-        details.append(f"{op} in module {node.path or '(root)'}")
-        if node.source:
-            details.append(f"  at {node.source}")
+        details += [f"{op}", *(f"  {line}" for line in where(node))]
     return message(
         f"no lowering for {', '.join(map(str, missing))}, nor does torch decompose it into ones that have.",
         *details,
@@ -65,11 +71,12 @@ def _checked_dtype(dtype: torch.dtype, node: Node) -> None:
     try:
         jax_dtype(dtype)
     except BridgeError as error:
-        where = [
-            f"computed by {node.operator} in module {node.path or '(root)'}",
-            *([f"at {node.source}"] if node.source else []),
-        ]
-        raise BridgeError(message(str(error), *where)) from None
+        raise BridgeError(message(str(error), f"computed by {node.operator}", *where(node))) from None
+
+
+def where(node: Node) -> tuple[str, ...]:
+    """Module path and source line of a node, as lines of an error."""
+    return (f"in module {node.path or '(root)'}", *([f"at {node.source}"] if node.source else []))
 
 
 def draws_random(graph: Graph, positions: Sequence[int]) -> bool:
@@ -109,10 +116,14 @@ def run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subgraph:
-    """A function that a higher-order operator takes: positional arrays to the tuple of what it returns."""
+    """A function that a higher-order operator takes: positional arrays to the tuple of what it returns.
+
+    `where` says in errors where the operator is called.
+    """
 
     graph: Graph
     rows: int
+    where: tuple[str, ...]
 
     def __call__(self, *inputs: Any, rng: Any = None) -> tuple[Any, ...]:
         return run(self.graph, inputs, self.graph.outputs, rows=self.rows, rng=rng)
@@ -126,12 +137,12 @@ class _Walk:
     rows: int
     rng: Any
 
-    def resolved(self, tree: Any, values: Mapping[int, Any]) -> Any:
+    def resolved(self, tree: Any, values: Mapping[int, Any], where: tuple[str, ...] = ()) -> Any:
         def leaf_value(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 return values[leaf.index]
             if isinstance(leaf, Graph):
-                return Subgraph(graph=leaf, rows=self.rows)
+                return Subgraph(graph=leaf, rows=self.rows, where=where)
             return leaf.at(self.rows) if isinstance(leaf, Affine) else leaf
 
         return tree_map(leaf_value, tree)
@@ -142,7 +153,7 @@ class _Walk:
             if operators.is_gradient(node.operator):
                 result = self._differentiate(node, values)
             else:
-                args, kwargs = self.resolved(node.args, values), self.resolved(node.kwargs, values)
+                args, kwargs = self.resolved((node.args, node.kwargs), values, where(node))
                 result = _evaluate(node, position, args, kwargs, self.rng)
             values[position + self.graph.num_inputs] = result
 
@@ -181,7 +192,7 @@ def _check_connected(node: Node, graph: Graph, inputs: Sequence[int], positions:
         raise BridgeError(
             message(
                 "a gradient that forward takes is lost in the exported graph.",
-                *([f"at {node.source}"] if node.source else []),
+                *where(node),
                 hint="differentiate with respect to a tensor that the outputs are computed from directly",
             )
         )

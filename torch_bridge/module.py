@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.initialise import Initialiser, Variables
@@ -327,5 +326,5 @@ def _num_tensors(program: Program) -> int:
 
 def _rebuilt(program: Program, tensors: tuple[Any, ...]) -> Any:
     remaining = iter(tensors)
-    leaves = [next(remaining) if leaf is ... else leaf for leaf in program.returned.leaves]
-    return torch_pytree.tree_unflatten(leaves, program.returned.spec)
+    leaves = (next(remaining) if leaf is ... else leaf for leaf in program.returned.leaves)
+    return program.returned.structure.unflatten(leaves)

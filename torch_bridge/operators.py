@@ -3,8 +3,9 @@
 They are made when a module first needs one, so that importing this package, or converting a module that
 needs none, adds nothing to torch's dispatcher.
 
-    with_history(value, history)       the value of one tensor, the gradient history of another
-    gradient(outputs, inputs, seeds)   torch.autograd.grad inside forward
+    with_history   the value of one tensor, the gradient history of another
+    constant       a tensor made in a branch or a loop's body
+    gradient       torch.autograd.grad inside forward
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import to_jax
 
 NAMESPACE = "torch_bridge"
 
@@ -62,6 +64,33 @@ def _with_history(value: Any, history: Any) -> Any:
 @_with_history.defjvp
 def _with_history_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[1]
+
+
+_CONSTANTS: list[torch.Tensor] = []
+_NUMBERS: dict[Any, int] = {}
+
+
+def constant_number(tensor: torch.Tensor) -> int:
+    """The number of a constant with these values, the same for equal ones."""
+    host = tensor.detach().cpu().contiguous()
+    values = host.reshape(-1).view(torch.uint8).numpy().tobytes()
+    key = (host.dtype, tuple(host.shape), values)
+    if key not in _NUMBERS:
+        _NUMBERS[key] = len(_CONSTANTS)
+        _CONSTANTS.append(host)
+    return _NUMBERS[key]
+
+
+@cache
+def constant() -> Any:
+    """`number -> Tensor`: a tensor made in the body of a higher-order operator, which torch cannot lift."""
+
+    def fake(number: int) -> torch.Tensor:
+        return _CONSTANTS[number].clone()
+
+    operator = define("constant", "(int number) -> Tensor", fake, lambda ctx, g: None)
+    lowering(operator)(lambda number: to_jax(_CONSTANTS[number]))
+    return operator
 
 
 @cache

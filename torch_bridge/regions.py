@@ -7,6 +7,7 @@ inlines them. Before that, what they mean is written into the graph:
 - a tensor that is written under `no_grad`, or through `detach` or `.data`, has its new value and its old
   gradient history (`operators.with_history`), as in torch;
 - `detach_` is a write that forgets the history;
+- a tensor made in the body of a higher-order operator is one of our constants;
 - autocast for an accelerator is applied to the tensors of the example, which lie on the host.
 """
 
@@ -45,6 +46,7 @@ def _rewrite(graph_module: GraphModule, *, grad_enabled: bool) -> None:
             node.args = _host_autocast(graph_module, node.args)
         for body in bodies(graph_module, node):
             _rewrite(body, grad_enabled=enabled)
+            _number_constants(body)
     if grad_enabled:
         _guard_writes(graph_module.graph)
     graph_module.recompile()
@@ -57,6 +59,20 @@ def bodies(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
             body = getattr(graph_module, str(leaf.target), None)
             if isinstance(body, GraphModule):
                 yield body
+
+
+def _number_constants(body: GraphModule) -> None:
+    """Tensors that a body holds as attributes, as operators: torch can lift only those of the whole graph."""
+    found = [(node, getattr(body, str(node.target), None)) for node in body.graph.find_nodes(op="get_attr")]
+    tensors = [(node, value) for node, value in found if isinstance(value, torch.Tensor)]
+    for node, value in tensors:
+        with body.graph.inserting_before(node):
+            number = operators.constant_number(value)
+            node.replace_all_uses_with(_call(body.graph, operators.constant(), (number,), node))
+        body.graph.erase_node(node)
+    for name in {str(node.target) for node, _ in tensors}:
+        delattr(body, name)
+    body.recompile()
 
 
 def _guard_region(graph_module: GraphModule, node: Node) -> None:

@@ -126,6 +126,8 @@ def doubtful(graph: Graph) -> bool:
             return any(curved(item) for item in tree)
         if isinstance(tree, dict):
             return any(curved(item) for item in tree.values())
+        if isinstance(tree, Graph):
+            return doubtful(tree)
         return isinstance(tree, Affine) and (tree.offset < 0 or tree.scale < 0)
 
     return any(curved((node.args, node.kwargs)) for node in graph.nodes) or curved(graph.outputs)
@@ -141,6 +143,8 @@ def agrees(graph: Graph, third: Graph, rows: int) -> bool:
             return isinstance(other, tuple) and len(tree) == len(other) and all(map(predicts, tree, other))
         if isinstance(tree, dict):
             return tree.keys() == other.keys() and all(predicts(tree[key], other[key]) for key in tree)
+        if isinstance(tree, Graph):
+            return isinstance(other, Graph) and agrees(tree, other, rows)
         return type(tree) is type(other) and _equal(tree, other)
 
     return len(graph.nodes) == len(third.nodes) and all(

@@ -151,8 +151,9 @@ def _destination(spec: Any, names: Names) -> tuple[Destination, str | None]:
         return Destination.BUFFER, names.owner(spec.target.removeprefix(PREFIX))
     raise BridgeError(
         message(
-            f"forward writes {spec.target} ({spec.kind.name.lower()}).",
-            hint="keep what forward writes in a buffer (register_buffer), not in a parameter",
+            f"forward writes {spec.target.removeprefix(PREFIX)}, a parameter.",
+            hint="keep what forward writes in a buffer (register_buffer); clamp or normalise a parameter where "
+            "it is used (weight.clamp(0), torch.nn.utils.parametrize), or after the optimizer's step",
         )
     )
 

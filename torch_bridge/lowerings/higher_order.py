@@ -6,6 +6,7 @@ functions draw random numbers gets a key, from which every iteration has its own
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from jax import lax
 
 from torch_bridge.attention import Settings, attention
+from torch_bridge.errors import BridgeError, message
 from torch_bridge.interpret import Subgraph
+from torch_bridge.lowerings import registry
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.program import Graph, Ref, refs, subgraphs
 
@@ -54,18 +57,34 @@ def scan(body: Subgraph, carry: Any, xs: Any, operands: Any, *, rng: Any = None)
 def while_loop(
     condition: Subgraph, body: Subgraph, carried: Any, operands: Any, *, rng: Any = None
 ) -> tuple[Any, ...]:
-    def go_on(state: Any) -> Any:
-        index, values = state
-        (predicate,) = condition(*values, *operands, rng=_key_of(rng, index))
-        return predicate.reshape(())
+    """JAX has no gradient of it in reverse: asking for one is an error."""
 
-    def step(state: Any) -> Any:
-        index, values = state
-        results = body(*values, *operands, rng=_key_of(rng, index))
-        return index + 1, tuple(r.astype(v.dtype) for r, v in zip(results, values, strict=True))
+    def loop(carried: Any, operands: Any, rng: Any) -> tuple[Any, ...]:
+        def go_on(state: Any) -> Any:
+            index, values = state
+            (predicate,) = condition(*values, *operands, rng=_key_of(rng, index))
+            return predicate.reshape(())
 
-    start = (jnp.asarray(0), tuple(map(jnp.asarray, carried)))
-    return lax.while_loop(go_on, step, start)[1]
+        def step(state: Any) -> Any:
+            index, values = state
+            results = body(*values, *operands, rng=_key_of(rng, index))
+            return index + 1, tuple(r.astype(v.dtype) for r, v in zip(results, values, strict=True))
+
+        return lax.while_loop(go_on, step, (jnp.asarray(0), carried))[1]
+
+    def refuse(_residuals: None, _cotangents: Any) -> Any:
+        raise BridgeError(
+            message(
+                "the gradient of a while_loop is asked for, whose number of steps is not known.",
+                *body.where,
+                hint="use torch's scan over a fixed number of steps (torch.where for those that are not "
+                "wanted), or .detach() what the loop returns",
+            )
+        )
+
+    guarded = jax.custom_vjp(loop)
+    guarded.defvjp(lambda *args: (loop(*args), None), refuse)
+    return guarded(tuple(map(jnp.asarray, carried)), operands, rng)
 
 
 @lowering(higher_order.map_impl)
@@ -79,6 +98,80 @@ def map_impl(body: Subgraph, xs: Any, operands: Any, *, rng: Any = None) -> tupl
     moving = (jnp.arange(xs[0].shape[0]), tuple(xs))
     nested = any(any(subgraphs(node.args)) for node in body.graph.nodes)
     return lax.map(one, moving) if nested else jax.vmap(one)(moving)
+
+
+@lowering(higher_order.auto_functionalized_v2, random=lambda written, **_: registry.draws(written))
+def auto_functionalized(written: Any, *, _all_bases: Any, rng: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """A custom operator that writes its arguments: its results, and the new value of every base.
+
+    The user's function returns, after the operator's results, the new values of what it writes.
+    """
+    found = registry.find(written)
+    assert found is not None, "checked when exported"
+    bases = list(_all_bases)
+    views = {}
+    for argument in written._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            views[argument.name] = _View.take(argument.name, kwargs)
+    inputs = {name: None if view is None else view.read(bases) for name, view in views.items()}
+    extra = {} if rng is None else {"rng": rng}
+    results = found.function(**inputs, **kwargs, **extra)
+    results = tuple(results) if isinstance(results, tuple | list) else (results,)
+    num_results = len(written._schema.returns)
+    news = results[num_results:]
+    present = [view for view in views.values() if view is not None]
+    for view, new in zip(present, news, strict=True):
+        view.write(bases, new)
+    return (*(results[:num_results] or (None,)), *bases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What an operator writes: a base, or the part of it that these elements (row-major) are."""
+
+    base: int
+    elements: np.ndarray | None
+
+    @staticmethod
+    def take(name: str, kwargs: dict[str, Any]) -> "_View | None":
+        """Out of the keywords of auto_functionalized_v2 for the argument of this name; None if it is None."""
+        parts = {key: kwargs.pop(f"_{name}_{key}", None) for key in _VIEW_KEYS}
+        if parts["base_index"] is None:
+            return None
+        elements = None
+        if parts["size"] is not None:
+            index = np.zeros(parts["size"], np.int64) + parts["storage_offset"]
+            for dim, stride in enumerate(parts["stride"]):
+                counting = np.arange(parts["size"][dim]) * stride
+                index = index + counting.reshape([-1 if d == dim else 1 for d in range(index.ndim)])
+            elements = index
+        elif parts["slice_dim"] is not None:
+            raise BridgeError(
+                message(f"a custom operator writes a slice ({name}).", hint="write a whole tensor")
+            )
+        return _View(base=parts["base_index"], elements=elements)
+
+    def read(self, bases: list[Any]) -> Any:
+        base = bases[self.base]
+        return base if self.elements is None else base.reshape(-1)[self.elements]
+
+    def write(self, bases: list[Any], new: Any) -> None:
+        base = bases[self.base]
+        if self.elements is not None:
+            new = base.reshape(-1).at[self.elements].set(new).reshape(base.shape)
+        bases[self.base] = new
+
+
+_VIEW_KEYS = (
+    "base_index",
+    "alias",
+    "size",
+    "stride",
+    "storage_offset",
+    "slice_dim",
+    "slice_start",
+    "slice_end",
+)
 
 
 def _key_of(rng: Any, index: Any) -> Any:

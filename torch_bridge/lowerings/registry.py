@@ -64,7 +64,8 @@ def register_lowering(target: Any, *, random: bool = False) -> Callable[[Functio
         target: an overload such as `torch.ops.mylib.fused.default`; an operator with one overload, such as
             `torch.ops.mylib.fused` or what `torch.library.custom_op` returns; or a subclass of
             `torch.autograd.Function`. The JAX function takes the operator's arguments, or those of the
-            Function's `apply`: arrays for tensors, the values themselves for the rest.
+            Function's `apply`: arrays for tensors, the values themselves for the rest. It returns what the
+            operator returns, and then the new values of arguments that the operator writes.
         random: whether the function draws random numbers; it then gets a PRNG key as `rng=`.
 
     Raises:
@@ -108,3 +109,9 @@ def _operator(target: Any) -> Operator:
 def find(operator: Operator) -> Lowering | None:
     """The lowering of an operator, if there is one."""
     return _LOWERINGS.get(operator)
+
+
+def draws(operator: Operator, *args: Any, **kwargs: Any) -> bool:
+    """Whether an operator, called with these arguments, draws random numbers."""
+    found = find(operator)
+    return found is not None and found.random(*args, **kwargs)

@@ -1,0 +1,86 @@
+"""What forward does to the attributes of its modules, beside computing.
+
+A buffer that is assigned (`self.mean = ...`) is written, as if by `copy_`; torch.export would drop that.
+Parameters must stay. Other attributes are Python's: a converted module keeps them as they were.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_bridge.errors import BridgeError, message
+from torch_bridge.signature import PREFIX
+
+_NUMBERS = (int, float)
+
+
+@contextlib.contextmanager
+def watched_attributes(root: nn.Module) -> Iterator[None]:
+    """Run forward inside; then assigned buffers are written, and every module is as it was.
+
+    Raises:
+        BridgeError: for parameters that forward assigns, and buffers that change shape or dtype.
+    """
+    modules = dict(root.named_modules())
+    before = {name: (dict(m._buffers), dict(m._parameters), _numbers(m)) for name, m in modules.items()}
+    yield
+    for name, module in modules.items():
+        buffers, parameters, numbers = before[name]
+        _check_parameters(name, module, parameters)
+        _write_buffers(name, module, buffers)
+        changed = [key for key, value in _numbers(module).items() if numbers.get(key, value) != value]
+        if changed:
+            _warn(f"forward changes {', '.join(_path(name, key) for key in changed)}", "keeps the old values")
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if type(value) in _NUMBERS}
+
+
+def _check_parameters(name: str, module: nn.Module, before: Mapping[str, Any]) -> None:
+    changed = [key for key, value in module._parameters.items() if before.get(key) is not value]
+    if changed:
+        raise BridgeError(
+            message(
+                f"forward assigns {', '.join(_path(name, key) for key in changed)}, a parameter.",
+                hint="compute with the new value without storing it, or store it in a buffer",
+            )
+        )
+
+
+def _write_buffers(name: str, module: nn.Module, before: Mapping[str, Any]) -> None:
+    for key, value in list(module._buffers.items()):
+        old = before.get(key)
+        if value is old:
+            continue
+        if old is None:
+            _warn(f"forward makes the buffer {_path(name, key)}", "computes it anew in every call")
+        elif value is not None:
+            _write(_path(name, key), old, value)
+    module._buffers.clear()
+    module._buffers.update(before)
+
+
+def _write(path: str, old: torch.Tensor, value: torch.Tensor) -> None:
+    if old.shape != value.shape or old.dtype != value.dtype:
+        raise BridgeError(
+            message(
+                f"forward assigns the buffer {path} a tensor of another shape or dtype.",
+                f"got: {value.dtype} {tuple(value.shape)}; had: {old.dtype} {tuple(old.shape)}",
+                hint="register it with the shape and dtype that it will have",
+            )
+        )
+    with torch.no_grad():
+        old.copy_(value)
+
+
+def _warn(what: str, instead: str) -> None:
+    warnings.warn(f"{what}; the converted module {instead}.", UserWarning, stacklevel=2)
+
+
+def _path(module: str, key: str) -> str:
+    return f"{module}.{key}".removeprefix(".").removeprefix(PREFIX)
