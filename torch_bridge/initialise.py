@@ -56,8 +56,8 @@ class Initialiser:
         self._tensors = tensors
         self._makers: dict[str, Maker] = {}
 
-    def make(self, name: str, value: Any, rng: Any) -> Any:
-        """The value held for a name, or the first value where only its shape is held.
+    def maker(self, name: str, value: Any) -> Any:
+        """The value held for a name, or what makes it from a key where only its shape is held.
 
         Raises:
             BridgeError: nothing was recorded of it, or an operator cannot be replayed.
@@ -66,7 +66,7 @@ class Initialiser:
             return value
         if name not in self._makers:
             self._makers[name] = _maker(name, self._tensors[name])
-        return self._makers[name](rng)
+        return self._makers[name]
 
 
 def _maker(name: str, tensor: torch.Tensor) -> Maker:
@@ -86,13 +86,6 @@ def _maker(name: str, tensor: torch.Tensor) -> Maker:
         values = to_jax(exact(journal, view, name), what=name)
         return lambda _key: values
     return recipe_of(journal, view, name)
-
-
-def abstract_names(variables: Variables) -> list[str]:
-    """Names of the leaves that are shapes."""
-    return [
-        name for part in variables for name, value in part.items() if isinstance(value, jax.ShapeDtypeStruct)
-    ]
 
 
 def values_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
