@@ -17,6 +17,7 @@ from torch_bridge import shapes
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable, OutputTree, export
 from torch_bridge.fake import lent
+from torch_bridge.initialise import concrete
 from torch_bridge.interpret import check
 from torch_bridge.program import Graph
 from torch_bridge.shapes import BatchDims, DifferentStructure
@@ -231,7 +232,7 @@ def _whole(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor]) -
         signature = read_signature(exported, names)
     else:
         mode = WritesNoted()
-        with lent(wrapper, mode) as pairs:
+        with lent(wrapper, mode, concrete) as pairs:
             exported = export(wrapper, [mode.twin(t) if is_abstract(t) else t for t in tensors])
             signature = read_signature(exported, names)
         originals = {id(twin): tensor for tensor, twin in pairs}

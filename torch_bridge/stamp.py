@@ -19,10 +19,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch_bridge.errors import BridgeError
 from torch_bridge.export import Exportable, export, exporting
 from torch_bridge.fake import Pairs, lent
-from torch_bridge.program import Graph, Node, Ref, tree_map
+from torch_bridge.initialise import concrete
+from torch_bridge.program import Graph, Node, Ref, map_leaves, tree_map
 from torch_bridge.repeated import Block, find_blocks, references
 from torch_bridge.signature import PREFIX, Destination, Names, Signature, Source, read_graph
-from torch_bridge.tape import Call, NotTaped, State, Tape, Value, WritesNoted, map_leaves, record
+from torch_bridge.tape import Call, NotTaped, State, Tape, Value, WritesNoted, record
 
 # A functional graph, its signature, and the shapes of its inputs.
 Parts = tuple[Graph, Signature, tuple[tuple[int, ...], ...]]
@@ -44,7 +45,7 @@ def from_repeats(
         tensors: example arguments.
     """
     mode = WritesNoted()
-    with lent(wrapper, mode) as pairs:
+    with lent(wrapper, mode, concrete) as pairs:
         tape = _taped(wrapper, names, tensors, pairs, mode)
         blocks = () if tape is None else find_blocks(tape)
         if tape is None or not blocks:
