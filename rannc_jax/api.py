@@ -236,7 +236,11 @@ def _subject(
         raise TraceError(message(f"{fn!r} is no function.", hint="loss_fn(params, batch)."))
     if isinstance(fn, TrainableModel):
         defaults = Defaults(
-            params=fn.params, batch=fn.batch, frozen=fn.frozen or None, model_state=fn.model_state or None
+            params=fn.params,
+            batch=fn.batch,
+            frozen=fn.frozen or None,
+            model_state=fn.model_state or None,
+            initialisers=(lambda: fn.initialisers) if hasattr(type(fn), "initialisers") else None,
         )
         if isinstance(batch_dims, str) and fn.batch_dims is not None:
             batch_dims = fn.batch_dims

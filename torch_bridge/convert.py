@@ -9,6 +9,7 @@ from torch_bridge import lowerings  # noqa: F401 - fills the registry
 from torch_bridge.export import Exportable
 from torch_bridge.initialise import Initialiser, held
 from torch_bridge.inputs import describe
+from torch_bridge.journal import stand_ins
 from torch_bridge.module import JaxModule
 from torch_bridge.precision import precision_of
 from torch_bridge.programs import make_programs
@@ -30,7 +31,8 @@ def convert(
     One conversion serves every batch size; another sequence length is exported when it is first met.
     The module is not changed, and later changes to its values are not seen. It may have no values at all
     (built under `fake_init`, `torch.device("meta")` or a `FakeTensorMode`): then the leaves of the result
-    are `jax.ShapeDtypeStruct`s, except computed buffers of a module built under `fake_init`.
+    are `jax.ShapeDtypeStruct`s, except buffers that its constructor computes, if it was built under
+    `fake_init` or is a Hugging Face model.
 
     Args:
         module: any module that `torch.export` can follow.
@@ -61,8 +63,13 @@ def convert(
     programs = make_programs(wrapper, names, inputs.tensors, stated)
     written = set(programs.first.signature.written)
 
+    recorded = stand_ins(module)
+
+    def known(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: recorded.get(id(tensor), tensor) for name, tensor in tensors.items()}
+
     def arrays(tensors: Mapping[str, torch.Tensor], *, computed: bool = False) -> dict[str, Any]:
-        return {name: held(name, tensor, computed=computed) for name, tensor in tensors.items()}
+        return {name: held(name, tensor, computed=computed) for name, tensor in known(tensors).items()}
 
     buffers = arrays(names.buffers, computed=True)
     return JaxModule(
@@ -76,5 +83,5 @@ def convert(
         ),
         batch_dims=inputs.batch(programs.dims),
         programs=programs,
-        initialiser=Initialiser({**names.params, **names.frozen, **names.buffers}),
+        initialiser=Initialiser(known({**names.params, **names.frozen, **names.buffers})),
     )

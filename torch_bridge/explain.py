@@ -13,7 +13,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         r"masked_select",
         "forward makes a tensor whose shape depends on the values of another (masked_select).",
-        "keep the shape: torch.where(mask, x, fill) instead of x[mask]; sums over x[mask] are (x * mask).sum()",
+        "keep the shape: torch.where(mask, x, fill) instead of x[mask]; a sum over x[mask] is (x * mask).sum()",
     ),
     (
         r"nonzero|aten\.unique|_unique2|bincount",

@@ -5,22 +5,41 @@ tensors are lent: each is replaced by a fake one on the CPU, the same for tied n
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_bridge.initialise import values_of
-from torch_bridge.tape import WritesNoted
+
+class Lending(FakeTensorMode):
+    """A fake mode that makes twins of other tensors; real ones may be used beside its own."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor on the CPU like `tensor`, which may be real, meta or fake."""
+        with self, torch.no_grad():
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_() if tensor.requires_grad and tensor.is_leaf else made
+
 
 # Tensors of a module, each with its fake twin.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @contextlib.contextmanager
-def lent(module: torch.nn.Module, mode: WritesNoted) -> Iterator[Pairs]:
+def lent(
+    module: torch.nn.Module, mode: Lending, concrete: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[Pairs]:
     """Replace a module's parameters and buffers by fake ones of `mode`, and put all attributes back.
 
-    A tensor that is a plain attribute keeps its values; a fake one gets those that torch computes.
+    Args:
+        module: with real, meta or fake tensors.
+        mode: where the fake ones live.
+        concrete: gives tensors that are plain attributes their values.
 
     Yields:
         each tensor of the module with the fake one in its place.
@@ -36,10 +55,11 @@ def lent(module: torch.nn.Module, mode: WritesNoted) -> Iterator[Pairs]:
                     if id(tensor) not in twins:
                         twins[id(tensor)] = tensor, mode.twin(tensor)
                     held[name] = twins[id(tensor)][1]
-        for inner in module.modules():
-            for name, value in list(inner.__dict__.items()):
-                if isinstance(value, torch.Tensor):
-                    inner.__dict__[name] = values_of(value, f"{type(inner).__name__}.{name}")
+        if concrete is not None:
+            for inner in module.modules():
+                for name, value in list(inner.__dict__.items()):
+                    if isinstance(value, torch.Tensor):
+                        inner.__dict__[name] = concrete(value)
         yield list(twins.values())
     finally:
         for held, before in (*attributes, *zip(homes, found, strict=True)):

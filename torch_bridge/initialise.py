@@ -14,7 +14,7 @@ import torch
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.journal import journal_of
 from torch_bridge.replay import exact, is_fill, is_random, recipe_of
-from torch_bridge.tensors import is_abstract, jax_dtype, to_jax
+from torch_bridge.tensors import is_abstract, to_jax
 
 Maker = Callable[[Any], Any]
 
@@ -56,8 +56,8 @@ class Initialiser:
         self._tensors = tensors
         self._makers: dict[str, Maker] = {}
 
-    def make(self, name: str, value: Any, rng: Any) -> Any:
-        """The value held for a name, or the first value where only its shape is held.
+    def maker(self, name: str, value: Any) -> Any:
+        """The value held for a name, or what makes it from a key where only its shape is held.
 
         Raises:
             BridgeError: nothing was recorded of it, or an operator cannot be replayed.
@@ -66,7 +66,7 @@ class Initialiser:
             return value
         if name not in self._makers:
             self._makers[name] = _maker(name, self._tensors[name])
-        return self._makers[name](rng)
+        return self._makers[name]
 
 
 def _maker(name: str, tensor: torch.Tensor) -> Maker:
@@ -88,28 +88,12 @@ def _maker(name: str, tensor: torch.Tensor) -> Maker:
     return recipe_of(journal, view, name)
 
 
-def abstract_names(variables: Variables) -> list[str]:
-    """Names of the leaves that are shapes."""
-    return [
-        name for part in variables for name, value in part.items() if isinstance(value, jax.ShapeDtypeStruct)
-    ]
-
-
-def values_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor that is held outside parameters and buffers, with values.
-
-    Raises:
-        BridgeError: it has none, and none can be computed.
-    """
-    if not is_abstract(tensor):
-        return tensor
-    jax_dtype(tensor.dtype)
+def concrete(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the values that torch computes for it, if it has none and they were recorded."""
     journal = journal_of(tensor)
-    if journal is None:
-        raise BridgeError(
-            message(
-                f"{name} is a tensor without values, held as a plain attribute.",
-                hint="register it as a buffer, or build the module under torch_bridge.fake_init()",
-            )
-        )
-    return exact(journal, journal.view(tensor), name)
+    if journal is None or not is_abstract(tensor):
+        return tensor
+    view = journal.view(tensor)
+    recipe = journal.recipe(view)
+    has_values = recipe and not is_random(journal, recipe)
+    return exact(journal, view, "a tensor held as an attribute") if has_values else tensor

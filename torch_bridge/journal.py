@@ -6,15 +6,18 @@ entries that a tensor's values depend on are its recipe.
 """
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_bridge.tape import map_leaves
+from torch_bridge.fake import Lending, lent
+from torch_bridge.program import map_leaves
+from torch_bridge.tensors import is_abstract
 
 _aten = torch.ops.aten
 # In-place operators whose result does not depend on what was there.
@@ -116,6 +119,10 @@ class Journal:
             )
         )
 
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        """Whether something has written a tensor since its memory was had."""
+        return len(self.recipe(self.view(tensor))) > 1
+
     def recipe(self, view: View) -> tuple[int, ...]:
         """Numbers of the entries that the values of a view follow from, in order."""
         needed: set[int] = set()
@@ -156,11 +163,11 @@ def _covers(view: View, size: int) -> bool:
     )
 
 
-class Recording(FakeTensorMode):
+class Recording(Lending):
     """A fake mode that keeps a journal."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.journal = Journal()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,8 +201,73 @@ def fake_init() -> Iterator[None]:
         >>> tuple(module.weight.shape)
         (100000, 100000)
     """
-    with Recording():
+    with _truncated_normals_as_one_operator(), Recording():
         yield
+
+
+@functools.cache
+def truncated_normal() -> Any:
+    """`torch_bridge::trunc_normal_`, defined when it is first needed.
+
+    torch's own draws until all numbers lie between the bounds: a loop that asks for values.
+    """
+    schema = "(Tensor(a!) self, float mean, float std, float a, float b) -> Tensor(a!)"
+    name = "torch_bridge::trunc_normal_"
+    torch.library.define(name, schema, tags=(torch.Tag.nondeterministic_seeded,))
+    torch.library.register_fake(name, lambda tensor, _mean, _std, _a, _b: tensor)
+    return torch.ops.torch_bridge.trunc_normal_.default
+
+
+@contextlib.contextmanager
+def _truncated_normals_as_one_operator() -> Iterator[None]:
+    plain = torch.nn.init._no_grad_trunc_normal_
+
+    def one(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return plain(tensor, mean, std, a, b, generator)
+        with torch.no_grad():
+            truncated_normal()(tensor, mean, std, a, b)
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = one
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = plain
+
+
+def stand_ins(module: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Recorded twins of a module's tensors, if the module can initialise itself again.
+
+    A Hugging Face model built without memory and without a record does: `initialize_weights` writes every
+    parameter, and the computed buffers, since loading a checkpoint relies on it.
+
+    Returns:
+        id of a tensor that has neither values nor a record -> a fake tensor that has a record.
+    """
+    held = [*module.parameters(), *module.buffers()]
+    if all(not is_abstract(t) or journal_of(t) is not None for t in held):
+        return {}
+    mode = Recording()
+    with lent(module, mode) as pairs:
+        for inner in module.modules():
+            inner.__dict__.pop("_is_hf_initialized", None)
+        with contextlib.suppress(Exception), _truncated_normals_as_one_operator(), mode, torch.no_grad():
+            for inner in _self_initialising(module):
+                inner.initialize_weights()
+    return {
+        id(tensor): twin
+        for tensor, twin in pairs
+        if is_abstract(tensor) and journal_of(tensor) is None and mode.journal.is_written(twin)
+    }
+
+
+def _self_initialising(module: torch.nn.Module) -> Iterator[Any]:
+    if callable(getattr(module, "initialize_weights", None)):
+        yield module
+        return
+    for inner in module.children():
+        yield from _self_initialising(inner)
 
 
 def journal_of(tensor: torch.Tensor) -> Journal | None:

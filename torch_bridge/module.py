@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from torch_bridge.errors import BridgeError, message
@@ -22,6 +24,16 @@ from torch_bridge.interpret import draws_random, run
 from torch_bridge.programs import Program, Programs
 from torch_bridge.signature import Destination, Source
 from torch_bridge.tensors import to_jax, to_torch
+from torch_bridge.weights import (
+    SHARD_BYTES,
+    Reader,
+    as_held,
+    check_have_values,
+    filled,
+    saved_values,
+    sources,
+    write,
+)
 
 
 @partial(
@@ -138,9 +150,26 @@ class JaxModule:
             BridgeError: no initialisation was recorded of a leaf (see `fake_init`), or it cannot be
                 replayed; names the leaf and the operator.
         """
-        make = self.initialiser.make
+        return Variables(
+            *(
+                {name: make(rng) if callable(make) else make for name, make in part.items()}
+                for part in self.initialisers
+            )
+        )
+
+    @property
+    def initialisers(self) -> Variables:
+        """Everything that the module holds, with a function of a key in the place of every shape.
+
+        `step.init(rng=key)` calls each on the devices of its leaf; one jitted program serves all leaves that
+        are initialised alike.
+
+        Raises:
+            BridgeError: as `init`.
+        """
+        maker = self.initialiser.maker
         parts = (self.params, self.frozen, self.model_state, self.constants)
-        return Variables(*({name: make(name, value, rng) for name, value in part.items()} for part in parts))
+        return Variables(*({name: maker(name, value) for name, value in part.items()} for part in parts))
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -253,18 +282,23 @@ class JaxModule:
         Example:
             ``torch_module.load_state_dict(jax_module.to_state_dict(state))``
         """
+        values = self._values(state, buffers, frozen)
+        check_have_values(values)
+        names = self.programs.names
+        owned: dict[str, torch.Tensor] = {}
+        for name, value, dtype in saved_values(names, values):
+            owned[names.owner(name)] = to_torch(value, dtype=dtype)
+        return {name: owned[names.owner(name)] for name in names.saved}
+
+    def _values(
+        self, state: Any, buffers: Mapping[str, Any] | None = None, frozen: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Values by owner name: those of a state, and this module's own for the rest."""
         if not isinstance(state, Mapping):
             buffers = buffers or getattr(state, "model_state", None)
             frozen = frozen or getattr(state, "frozen", None)
             state = state.params
-        values = {**self.frozen, **self.buffers, **(frozen or {}), **(buffers or {}), **state}
-        names = self.programs.names
-        tensors = {**names.params, **names.frozen, **names.buffers}
-        owned = {
-            name: to_torch(values[name], dtype=tensors[name].dtype)
-            for name in dict.fromkeys(names.owner(saved) for saved in names.saved)
-        }
-        return {saved: owned[names.owner(saved)] for saved in names.saved}
+        return {**self.frozen, **self.buffers, **(frozen or {}), **(buffers or {}), **state}
 
     def from_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> "JaxModule":
         """This module with the values of a torch state_dict.
@@ -272,31 +306,77 @@ class JaxModule:
         Raises:
             BridgeError: for missing names, unknown names and shapes that differ, all in one message.
         """
-        names = self.programs.names
-        given = {names.owner(name): value for name, value in state_dict.items()}
-        own = {**self.params, **self.frozen, **self.buffers}
-        expected = {names.owner(name) for name in names.saved}
-        problems = [f"missing: {name}" for name in sorted(expected - given.keys())]
-        problems += [f"unknown: {name}" for name in sorted(given.keys() - own.keys())]
-        problems += [
-            f"shape of {name}: got {tuple(given[name].shape)}, expected {own[name].shape}"
-            for name in sorted(given.keys() & own.keys())
-            if tuple(given[name].shape) != own[name].shape
-        ]
-        if problems:
-            raise BridgeError(message("the state_dict does not belong to this module.", *problems))
+        given = {name: tuple(value.shape) for name, value in state_dict.items()}
+        found = sources(given, self.programs.names, "")
+        return self._with(found, lambda name, held: as_held(state_dict[name], held, name))
 
-        def filled(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                k: to_jax(given[k], what=k).astype(v.dtype) if k in given else v for k, v in values.items()
-            }
+    def load_safetensors(
+        self, path: str | Path, state: Any = None, *, shardings: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Values from safetensors, tensor by tensor, each straight to its devices.
 
+        Args:
+            path: a file, a Hugging Face index, or a directory with one of them.
+            state: a train state whose params, frozen and model_state are to be replaced, each where it lies;
+                None for this module's own values.
+            shardings: without a state, where leaves go: name -> `jax.sharding.Sharding`; the default device
+                for names left out.
+
+        Returns:
+            The state, or this module, with the values.
+
+        Raises:
+            BridgeError: as `from_state_dict`; or a buffer that the state does not hold has another value in
+                the file than here.
+        """
+        prefix = getattr(self.programs.wrapper.module, "base_model_prefix", "")
+        with Reader(path) as reader:
+            given = {name: reader.shape(name) for name in reader.names}
+            found = sources(given, self.programs.names, prefix)
+            if state is None:
+                owners = {name: owner for owner, name in found.items()}
+                where = shardings or {}
+                return self._with(found, lambda n, held: reader.placed(n, held, where.get(owners[n])))
+            for owner in self.constants.keys() & found.keys():
+                _check_same(owner, self.constants[owner], reader.whole(found[owner]))
+
+            def in_place(name: str, held: Any) -> Any:
+                return reader.placed(name, held, held.sharding)
+
+            roles = ("params", "frozen", "model_state")
+            parts = {role: getattr(state, role) for role in roles if getattr(state, role) is not None}
+            return state.replace(**{role: filled(part, found, in_place) for role, part in parts.items()})
+
+    def save_safetensors(self, state: Any, path: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write what the module's state_dict would hold, tied tensors once, one tensor at a time.
+
+        Args:
+            state: as in `to_state_dict`.
+            path: a file that ends with .safetensors; or a directory, which gets Hugging Face's layout
+                (`from_pretrained` reads it beside a config.json).
+            shard_bytes: in a directory, the most bytes of one file.
+        """
+        values = self._values(state)
+        check_have_values(values)
+        write(path, list(saved_values(self.programs.names, values)), shard_bytes=shard_bytes)
+
+    def _with(self, found: Mapping[str, str], read: Callable[[str, Any], Any]) -> "JaxModule":
         return replace(
             self,
-            params=filled(self.params),
-            frozen=filled(self.frozen),
-            model_state=filled(self.model_state),
-            constants=filled(self.constants),
+            params=filled(self.params, found, read),
+            frozen=filled(self.frozen, found, read),
+            model_state=filled(self.model_state, found, read),
+            constants=filled(self.constants, found, read),
+        )
+
+
+def _check_same(name: str, held: Any, tensor: torch.Tensor) -> None:
+    if isinstance(held, jax.ShapeDtypeStruct) or not np.array_equal(held, as_held(tensor, held, name)):
+        raise BridgeError(
+            message(
+                f"the buffer {name}, which forward only reads, has another value in the file.",
+                hint="jax_module = jax_module.load_safetensors(path) before the step is made",
+            )
         )
 
 

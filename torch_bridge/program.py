@@ -112,3 +112,17 @@ def subgraphs(tree: Any) -> Iterator[Graph]:
     elif isinstance(tree, tuple | list):
         for item in tree:
             yield from subgraphs(item)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply to every leaf of nested lists, tuples, dicts and slices, keeping their kinds."""
+    if isinstance(tree, list):
+        return [map_leaves(function, item) for item in tree]
+    if type(tree) is tuple:
+        return tuple(map_leaves(function, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, item) for key, item in tree.items()}
+    if isinstance(tree, slice):
+        parts = (tree.start, tree.stop, tree.step)
+        return slice(*(map_leaves(function, part) for part in parts))
+    return function(tree)

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from torch_bridge import shapes
+from torch_bridge.capture import refuse_gradient_hooks
 from torch_bridge.dynamic import Validity, rows_to_show, symbolic, validity
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable, OutputTree, export
 from torch_bridge.fake import lent
+from torch_bridge.initialise import concrete
 from torch_bridge.interpret import check
 from torch_bridge.program import Graph
 from torch_bridge.shapes import BatchDims, DifferentStructure
@@ -262,6 +264,7 @@ def _symbolic(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor]
 
 def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], rows: int) -> Program:
     """One export, at exactly these shapes; a block that repeats is exported once if that saves much."""
+    refuse_gradient_hooks(wrapper)
     found = from_repeats(wrapper, names, tensors)
     num_copies, parts = (0, _whole(wrapper, names, tensors)[0]) if found is None else found
     return _read(wrapper, parts, rows, num_copies)
@@ -294,7 +297,7 @@ def _whole(
         signature = read_signature(exported, names)
     else:
         mode = WritesNoted()
-        with lent(wrapper, mode) as pairs:
+        with lent(wrapper, mode, concrete) as pairs:
             twins = [mode.twin(t) if is_abstract(t) else t for t in tensors]
             exported = export(wrapper, twins, dynamic_shapes)
             signature = read_signature(exported, names)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from torch_bridge.program import Ref
-from torch_bridge.tape import Span, Tape, Value, map_leaves
+from torch_bridge.program import Ref, map_leaves
+from torch_bridge.tape import Span, Tape, Value
 
 # A block must hold some calls to be worth a node of its own.
 _SMALLEST_BLOCK = 4

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from torch_bridge.errors import BridgeError, message
-from torch_bridge.journal import Entry, Given, Journal, View
+from torch_bridge.journal import Entry, Given, Journal, View, truncated_normal
 from torch_bridge.lowerings import registry
-from torch_bridge.program import tree_map
-from torch_bridge.tape import map_leaves
+from torch_bridge.program import map_leaves, tree_map
 from torch_bridge.tensors import jax_dtype, to_jax
 
 _aten = torch.ops.aten
@@ -57,6 +56,12 @@ def _integers(x: Any, low: int = 0, high: int | None = None, *, rng: Any) -> Any
 
 def _flips(x: Any, p: Any = 0.5, *, rng: Any) -> Any:
     return jax.random.bernoulli(rng, p, x.shape).astype(x.dtype)
+
+
+def _truncated(x: Any, mean: float, std: float, a: float, b: float, *, rng: Any) -> Any:
+    low, high = (a - mean) / std, (b - mean) / std
+    drawn = jax.random.truncated_normal(rng, low, high, x.shape, jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.clip(drawn * std + mean, a, b).astype(x.dtype)
 
 
 # Operators that only constructors use; the others are those of `lowerings`.
@@ -209,6 +214,8 @@ def _function(operator: Any) -> Callable[..., Any] | None:
     """The JAX function of an operator's arguments that computes what it returns or writes."""
     if operator in _REPLAYS:
         return _REPLAYS[operator]
+    if operator is truncated_normal():
+        return _truncated
     found = registry.find(_functional(operator))
     return None if found is None else found.function
 

@@ -19,10 +19,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch_bridge.errors import BridgeError
 from torch_bridge.export import Exportable, export, exporting
 from torch_bridge.fake import Pairs, lent
-from torch_bridge.program import Graph, Node, Ref, tree_map
+from torch_bridge.initialise import concrete
+from torch_bridge.precision import FullPrecision
+from torch_bridge.program import Graph, Node, Ref, map_leaves, tree_map
 from torch_bridge.repeated import Block, find_blocks, references
 from torch_bridge.signature import PREFIX, Destination, Names, Signature, Source, read_graph
-from torch_bridge.tape import Call, NotTaped, State, Tape, Value, WritesNoted, map_leaves, record
+from torch_bridge.tape import Call, NotTaped, State, Tape, Value, WritesNoted, record
 
 # A functional graph, its signature, and the shapes of its inputs.
 Parts = tuple[Graph, Signature, tuple[tuple[int, ...], ...]]
@@ -44,7 +46,7 @@ def from_repeats(
         tensors: example arguments.
     """
     mode = WritesNoted()
-    with lent(wrapper, mode) as pairs:
+    with lent(wrapper, mode, concrete) as pairs, wrapper.precision.region():
         tape = _taped(wrapper, names, tensors, pairs, mode)
         blocks = () if tape is None else find_blocks(tape)
         if tape is None or not blocks:
@@ -205,6 +207,8 @@ class _Group(torch.nn.Module):
 class _Repeat(torch.nn.Module):
     """Does again what a piece of the tape says."""
 
+    precision = FullPrecision()
+
     def __init__(self, piece: Piece, opaque: "_Opaque") -> None:
         super().__init__()
         self.piece = piece
@@ -275,6 +279,7 @@ def _operator() -> Any:
 
 
 def _export(tape: Tape, piece: Piece, opaque: _Opaque) -> _Exported:
+    # Every call brings the autocast region that it was made in.
     program = export(_Repeat(piece, opaque), [tape.values[number].tensor for number in piece.inputs])
     inputs: list[int | str] = []
     literals: dict[str, torch.Tensor] = {}

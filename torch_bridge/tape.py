@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from torch_bridge.program import Ref
+from torch_bridge.fake import Lending
+from torch_bridge.program import Ref, map_leaves
 from torch_bridge.signature import OUTSIDE_USER_CODE
 
 _CONSTANTS = (
@@ -113,22 +114,6 @@ class Tape:
     results: tuple[Ref, ...]
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply to every leaf of nested lists, tuples, dicts and slices, keeping their kinds."""
-    if isinstance(tree, torch.Size):
-        return function(tree)
-    if isinstance(tree, list):
-        return [map_leaves(function, item) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(map_leaves(function, item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: map_leaves(function, item) for key, item in tree.items()}
-    if isinstance(tree, slice):
-        parts = (tree.start, tree.stop, tree.step)
-        return slice(*(map_leaves(function, part) for part in parts))
-    return function(tree)
-
-
 def record(
     module: torch.nn.Module,
     paths: Mapping[int, str],
@@ -167,11 +152,11 @@ def record(
     )
 
 
-class WritesNoted(FakeTensorMode):
+class WritesNoted(Lending):
     """A fake mode that tells which storages a function writes."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,14 +174,6 @@ class WritesNoted(FakeTensorMode):
         elif isinstance(value, list | tuple):
             for item in value:
                 self._note(item)
-
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor on the CPU like `tensor`, which may be real, meta or fake."""
-        with self, torch.no_grad():
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_() if tensor.requires_grad and tensor.is_leaf else made
 
 
 class _Recorder(TorchFunctionMode):
@@ -221,12 +198,16 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__" and not isinstance(result, torch.Tensor):
             return result
+        if isinstance(result, tuple) and not isinstance(result, torch.Size):
+            answer: Any = tuple(result)  # torch's named results
+        else:
+            answer = result
         self.calls.append(
             Call(
                 function=func,
                 args=taken[0],
                 kwargs=taken[1],
-                result=map_leaves(self.result_leaf, result),
+                result=map_leaves(self.result_leaf, answer),
                 path=self.stack[-1].path,
                 source=_user_frame(),
                 state=state,

@@ -1,6 +1,6 @@
 """What a user hands a step, checked: states, batches and names of batch leaves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,26 +22,51 @@ def check_one_batch(more: Sequence[Any], spread: bool) -> None:
         )
 
 
-def check_start(params: Any, batch: Any, rng: Any) -> None:
+def filled(given: Mapping[str, Any], initialisers: Callable[[], Any] | None) -> dict[str, Any]:
+    """Trees to start from, with the model's own initialisers where it only has shapes.
+
+    Args:
+        given: trees by role ("params", "frozen", "model_state").
+        initialisers: what the model brings: by role, trees of arrays and of functions of a key.
+    """
+    if initialisers is None or not any(_has_shapes(tree) for tree in given.values()):
+        return dict(given)
+    own = initialisers()
+
+    def leaf(value: Any, maker: Any) -> Any:
+        return maker if isinstance(value, jax.ShapeDtypeStruct) else value
+
+    return {
+        role: jax.tree.map(leaf, tree, getattr(own, role)) if _has_shapes(tree) else tree
+        for role, tree in given.items()
+    }
+
+
+def _has_shapes(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def check_start(params: Any, batch: Any, rng: Any, *, frozen: Any = None, model_state: Any = None) -> None:
     """See that there is all that a first state is made from.
 
     Raises:
-        TraceError: something is missing, or parameters are shapes.
+        TraceError: something is missing, or a leaf is a shape.
     """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-        raise TraceError(
-            message(
-                "init needs arrays for the parameters, not shapes.",
-                hint="init_fn(key) with rng= makes them on the devices; make_plan takes shapes.",
+    for name, tree in (("parameters", params), ("frozen leaves", frozen), ("model_state", model_state)):
+        if _has_shapes(tree):
+            raise TraceError(
+                message(
+                    f"init needs arrays for the {name}, not shapes.",
+                    hint="init_fn(key) with rng= makes parameters on the devices; make_plan takes shapes.",
+                )
             )
-        )
     if params is None or batch is None:
         raise TraceError(message("init needs params and a batch.", hint="step.init(params, batch)."))
-    if callable(params) and rng is None:
+    if rng is None and any(callable(leaf) for leaf in jax.tree.leaves((params, frozen, model_state))):
         raise TraceError(
             message(
-                "params is a function of a key, but no key was given.",
-                hint="init(init_fn, batch, rng=jax.random.key(0)).",
+                "values are to be made from a key, but no key was given.",
+                hint="init(..., rng=jax.random.key(0)).",
             )
         )
 

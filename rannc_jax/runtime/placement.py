@@ -72,33 +72,36 @@ class Placement:
         Args:
             takes: the keywords of the user's function.
             params: a tree of arrays, or `init_fn(key) -> tree`, called with fold_in(rng, 0).
-            frozen, model_state, rng: as given to `init`.
+            frozen, model_state, rng: as given to `init`. Leaves of the three trees that are functions are
+                called with fold_in(rng, 0) on the devices of their stage.
         """
+        key = None if rng is None else _init_key(rng)
         if _is_init(params):
-            placed = self._made(params, _init_key(rng))
+            placed = self._made(params, key)
         else:
-            placed = self._placed(params, Role.PARAM)
+            placed = self._placed(params, Role.PARAM, key)
         first = self.meshes[0]
         return TrainState(
             params=placed,
             opt_state=None if self.cut is None else init_state(self.cut, self.meshes, placed, move),
-            model_state=self._placed(model_state, Role.MODEL_STATE) if "model_state" in takes else None,
-            frozen=self._placed(frozen, Role.FROZEN) if "frozen" in takes else None,
+            model_state=self._placed(model_state, Role.MODEL_STATE, key) if "model_state" in takes else None,
+            frozen=self._placed(frozen, Role.FROZEN, key) if "frozen" in takes else None,
             rng=place([jax.random.fold_in(rng, 1)], [None], first)[0] if "rng" in takes else None,
             step=place([jnp.int32(0)], [None], first)[0],
         )
 
-    def _placed(self, tree: Any, role: Role) -> Any:
+    def _placed(self, tree: Any, role: Role, key: Any) -> Any:
         leaves, treedef = jax.tree.flatten(tree)
         ids, inputs = self.ids(role), self.home.graph.program.inputs
-        return treedef.unflatten(
-            self._by_stage(
-                self.owners(role),
-                lambda mesh, mine: place(
-                    [_as_dtype(leaves[k], inputs[ids[k]].aval.dtype) for k in mine], [None] * len(mine), mesh
-                ),
-            )
-        )
+
+        def on_stage(mesh: Mesh, mine: Sequence[int]) -> Sequence[Any]:
+            here = place([key], [None], mesh)[0] if any(callable(leaves[k]) for k in mine) else None
+            values = [leaves[k](here) if callable(leaves[k]) else leaves[k] for k in mine]
+            dtypes = [inputs[ids[k]].aval.dtype for k in mine]
+            cast = [_as_dtype(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+            return place(cast, [None] * len(mine), mesh)
+
+        return treedef.unflatten(self._by_stage(self.owners(role), on_stage))
 
     def _made(self, make: Callable[[Any], Any], key: Any) -> Any:
         """Make every stage's parameters on its own devices; XLA drops what a stage does not keep."""

@@ -24,7 +24,14 @@ from rannc_jax.plan import Plan
 from rannc_jax.progress import NoProgress, Progress
 from rannc_jax.runtime.engine import Engine, Prepared, Routine, Stages
 from rannc_jax.runtime.follow import planned_stages, stages_by_parameters
-from rannc_jax.runtime.given import batch_leaves, check_concrete, check_one_batch, check_start, check_state
+from rannc_jax.runtime.given import (
+    batch_leaves,
+    check_concrete,
+    check_one_batch,
+    check_start,
+    check_state,
+    filled,
+)
 from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer
 from rannc_jax.runtime.outcome import check_finite, failure, loss_out, outputs, wait
 from rannc_jax.runtime.placement import Placement, shapes_of
@@ -54,12 +61,16 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What `init` uses when it is called without arguments: what a TrainableModel brings along."""
+    """What `init` uses when it is called without arguments: what a TrainableModel brings along.
+
+    `initialisers()` gives, by role, what makes the leaves of which only shapes are brought.
+    """
 
     params: Any = None
     batch: Any = None
     frozen: Any = None
     model_state: Any = None
+    initialisers: Callable[[], Any] | None = None
 
 
 class Step:
@@ -140,7 +151,9 @@ class Step:
         batch = d.batch if batch is None else ((batch, *args) if self._who.spread else batch)
         frozen = d.frozen if frozen is None and "frozen" in takes else frozen
         model_state = d.model_state if model_state is None and "model_state" in takes else model_state
-        check_start(params, batch, rng)
+        shapes = {"params": params, "frozen": frozen, "model_state": model_state}
+        start = filled(shapes, d.initialisers)
+        check_start(batch=batch, rng=rng, **start)
         self._who = self._declared.with_given(frozen=frozen, model_state=model_state, rng=rng)
         example = make_example(
             self._who,
@@ -152,7 +165,7 @@ class Step:
             batch_dims=self._batch_dims,
         )
         self._placement = at = self._laid_out(example)
-        return at.first_state(self._who.takes, params, frozen=frozen, model_state=model_state, rng=rng)
+        return at.first_state(self._who.takes, **start, rng=rng)
 
     def _laid_out(self, example: Example) -> Placement:
         graph: Graph | None = None
