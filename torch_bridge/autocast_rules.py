@@ -1,39 +1,19 @@
 """What torch.autocast does on an accelerator, written as casts into a graph on the host.
 
-Which operators have a rule is asked of torch's dispatcher (its AutocastCUDA kernels); those that run in
-the lower precision and those that promote are listed here, all others run in float32:
-https://pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior
+The rules are those of `precision`, for regions that a module opens itself.
 """
 
-import enum
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from torch_bridge.precision import LOWER, WIDEST, Rule
+
 _aten = torch.ops.aten
 
 
-class Rule(enum.Enum):
-    """The dtype in which autocast runs an operator."""
-
-    LOWER = "lower"  # the region's dtype
-    FLOAT32 = "float32"
-    WIDEST = "widest"  # the widest dtype among its tensors
-
-
-_LOWER = set(
-    "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
-    "convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv "
-    "linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell "
-    "_thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention "
-    "_scaled_dot_product_flash_attention lstm gru rnn_tanh rnn_relu".split()
-)
-_WIDEST = set(
-    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack "
-    "concat hstack vstack".split()
-)
 # Compositions of operators that have a rule; torch.export keeps them whole.
 _WHOLE = {
     **dict.fromkeys("lstm gru rnn_tanh rnn_relu".split(), Rule.LOWER),
@@ -52,9 +32,9 @@ def rule_of(operator: Any) -> Rule | None:
         return _WHOLE[name]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCUDA"):
         return None
-    if name in _LOWER:
+    if name in LOWER:
         return Rule.LOWER
-    return Rule.WIDEST if name in _WIDEST else Rule.FLOAT32
+    return Rule.WIDEST if name in WIDEST else Rule.FLOAT32
 
 
 def apply_rules(body: GraphModule, dtype: torch.dtype) -> None:

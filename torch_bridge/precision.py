@@ -32,14 +32,14 @@ class Rule(enum.Enum):
     ALONE = "alone"  # the host has a rule, GPUs have none
 
 
-_LOWER = frozenset(
+LOWER = frozenset(
     "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
     "convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv "
     "linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell "
     "_thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention "
     "_scaled_dot_product_flash_attention".split()
 )
-_WIDEST = frozenset(
+WIDEST = frozenset(
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 )
 # Made of operators that have a rule; exported graphs keep them whole. cuDNN runs recurrent layers in half.
@@ -153,7 +153,7 @@ def rules() -> dict[Any, Rule]:
     found: dict[Any, Rule] = {}
     for name in registered("AutocastCUDA"):
         base = name.removeprefix("aten::").split(".")[0]
-        rule = Rule.LOWER if base in _LOWER else Rule.WIDEST if base in _WIDEST else Rule.FLOAT32
+        rule = Rule.LOWER if base in LOWER else Rule.WIDEST if base in WIDEST else Rule.FLOAT32
         found[_overload(name)] = rule
     for name in registered("AutocastCPU"):
         if name.removeprefix("aten::").split(".")[0] in _ALONE:
