@@ -112,7 +112,7 @@ def export(
     Raises:
         BridgeError: what torch.export cannot follow, with the user's source line and the way out.
     """
-    with torch.enable_grad(), _no_custom_autograd(), warnings.catch_warnings():
+    with torch.enable_grad(), _no_custom_autograd(), _unvalidated(), warnings.catch_warnings():
         # torch.export deprecates parts of itself while it runs; nothing a user could change.
         warnings.simplefilter("ignore", FutureWarning)
         # Recurrent layers list their own parameters a second time, which torch puts back itself.
@@ -168,6 +168,18 @@ def _no_custom_autograd() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Distributions check the values of their arguments by default, which no graph can hold."""
+    distribution = torch.distributions.Distribution
+    found = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(found)
 
 
 def _detach_no_grad_regions(graph_module: torch.fx.GraphModule) -> None:
