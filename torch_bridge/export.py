@@ -19,6 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_bridge.decompose import open_unlowered
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.inputs import Inputs
+from torch_bridge.layer_drop import LayerDropOff
 from torch_bridge.signature import OUTSIDE_USER_CODE
 
 _aten = torch.ops.aten
@@ -59,7 +60,7 @@ class Exportable(torch.nn.Module):
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _DataIsDetached():
+        with _DataIsDetached(), LayerDropOff():
             args, kwargs = self.inputs.call(tensors, for_loss=False)
             outputs = self.module(*args, **kwargs)
             loss = _loss_in(outputs)
