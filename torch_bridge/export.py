@@ -20,6 +20,7 @@ from torch_bridge.decompose import drop_checks, open_unlowered
 from torch_bridge.errors import BridgeError
 from torch_bridge.explain import explained
 from torch_bridge.inputs import Inputs
+from torch_bridge.layer_drop import LayerDropOff
 from torch_bridge.precision import Precision
 from torch_bridge.regions import make_regions_explicit
 from torch_bridge.structures import Structure, share_with_jax, take_apart
@@ -68,7 +69,7 @@ class Exportable(torch.nn.Module):
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with WatchedForward(), watched_attributes(self):
+        with WatchedForward(), LayerDropOff(), watched_attributes(self):
             args, kwargs = self.inputs.call(tensors, for_loss=False)
             outputs = self.module(*args, **kwargs)
             loss = _loss_in(outputs)
@@ -154,9 +155,21 @@ def export(
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """What holds while a module is followed: gradients on, forward watched, torch's news muted."""
-    with capturing(), torch.enable_grad(), warnings.catch_warnings():
+    with capturing(), torch.enable_grad(), _unvalidated(), warnings.catch_warnings():
         # torch.export deprecates parts of itself while it runs; nothing a user could change.
         warnings.simplefilter("ignore", FutureWarning)
         # Recurrent layers list their own parameters a second time, which torch puts back itself.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
         yield
+
+
+@contextlib.contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Distributions check the values of their arguments by default, which no graph can hold."""
+    distribution = torch.distributions.Distribution
+    found = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(found)

@@ -26,19 +26,25 @@ def batch_dim_candidates(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int,
 
     Rows are the commonest leading size. First guess: dim 0 of every tensor that leads with it. Second:
     the one dim of that size of every tensor. Then sizes that are the second dim of two tensors or more
-    (an LSTM's sequence and states, batch_first=False).
+    (an LSTM's sequence and states, batch_first=False); these come first where no two tensors share
+    their leading size (a Transformer's two sequences).
     """
     leading = Counter(t.shape[0] for t in tensors if t.ndim)
     if not leading:
         return
-    rows = leading.most_common(1)[0][0]
+    rows, count = leading.most_common(1)[0]
+    second = Counter(t.shape[1] for t in tensors if t.ndim > 1 and t.shape[0] != 1)
+    shared = [size for size, number in second.most_common() if number > 1]
     first = tuple(0 if t.ndim and t.shape[0] == rows else None for t in tensors)
-    yield rows, first
-    second = Counter(t.shape[1] for t in tensors if t.ndim > 1)
-    for size in dict.fromkeys([rows, *(size for size, count in second.most_common() if count > 1)]):
-        dims = tuple(_only_dim(t, size) for t in tensors)
-        if dims != first and any(dim is not None for dim in dims):
+    by_size = [(size, tuple(_only_dim(t, size) for t in tensors)) for size in dict.fromkeys([rows, *shared])]
+    guesses = [(rows, first), *by_size]
+    if count == 1 and shared and shared[0] not in leading:
+        guesses.sort(key=lambda guess: guess[0] != shared[0])
+    seen: set[BatchDims] = set()
+    for size, dims in guesses:
+        if dims not in seen and any(dim is not None for dim in dims):
             yield size, dims
+        seen.add(dims)
 
 
 def _only_dim(tensor: torch.Tensor, size: int) -> int | None:

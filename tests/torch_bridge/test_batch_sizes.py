@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_bridge import convert
+from torch_bridge.shapes import batch_dim_candidates
 
 
 class Pairs(nn.Module):
@@ -100,3 +101,18 @@ def test_a_module_that_cannot_be_exported_at_all_is_tried_once_or_twice() -> Non
     with pytest.raises(ValueError, match="cannot follow this module"):
         convert(Branches(), (torch.randn(3, 4),))
     assert len(calls) <= 2
+
+
+@pytest.mark.parametrize(
+    "shapes, dims",
+    [
+        (((4, 8), (4, 8), (4,)), (0, 0, 0)),
+        (((10, 4, 12), (6, 4, 12)), (1, 1)),  # two sequences, sequence first
+        (((4, 10, 12), (10, 10)), (0, None)),  # rows and a mask
+        (((4, 10), (1, 10)), (0, None)),  # rows and positions
+        (((4, 8), ()), (0, None)),
+    ],
+)
+def test_the_first_guess_at_the_batch_dims(shapes: Any, dims: Any) -> None:
+    tensors = [torch.zeros(shape) for shape in shapes]
+    assert next(batch_dim_candidates(tensors))[1] == dims

@@ -134,22 +134,6 @@ def test_batch_dims_can_be_stated() -> None:
     assert len(converted.programs.cache) == 1
 
 
-class Pairs(nn.Module):
-    """Sizes that are no line in the number of rows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.shape[0]
-        return (x[:, None] * x[None]).reshape(rows * rows, -1)
-
-
-def test_sizes_that_follow_no_line_are_exported_again_and_stay_right() -> None:
-    converted = convert(Pairs(), (torch.randn(3, 4),))
-    assert not converted.one_export
-    x = torch.randn(5, 4)
-    out, _ = converted.apply({}, {}, jnp.asarray(x.numpy()))
-    np.testing.assert_allclose(out, Pairs()(x), rtol=1e-6)
-
-
 def test_batch_leaves_that_disagree_are_listed() -> None:
     converted = convert(Tied(), kwargs={"ids": ids(4), "labels": ids(4)})
     batch = {"ids": jnp.zeros((4, 5), int), "labels": jnp.zeros((3, 5), int)}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.extreme import largest, smallest
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import accumulation, floating, jax_dtype
 
@@ -125,12 +126,12 @@ def std_all(x: Any, unbiased: bool = True) -> Any:
 
 @lowering(aten.amax.default)
 def amax(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
-    return jnp.max(x, dims_of(x, dim), keepdims=keepdim)
+    return largest(x, tuple(dims_of(x, dim)), keepdim)
 
 
 @lowering(aten.amin.default)
 def amin(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
-    return jnp.min(x, dims_of(x, dim), keepdims=keepdim)
+    return smallest(x, tuple(dims_of(x, dim)), keepdim)
 
 
 @lowering(aten.aminmax.default)
@@ -138,9 +139,8 @@ def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[A
     return amin(x, dim, keepdim), amax(x, dim, keepdim)
 
 
-lowering(aten.max.default)(jnp.max)
-
-lowering(aten.min.default)(jnp.min)
+lowering(aten.max.default)(amax)
+lowering(aten.min.default)(amin)
 
 
 def _extreme(arg: Callable[..., Any], x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:

@@ -32,9 +32,10 @@ class Outcome(enum.StrEnum):
     TORCH_FAILS = "torch fails"
     TIMED_OUT = "out of time"
     PLAIN = "draws nothing"  # no dropout to look at
+    EXPORT_DIFFERS = "torch.export differs"  # so does torch's own exported program, run by torch
 
 
-FINE = frozenset({Outcome.PASSED, Outcome.REFUSED, Outcome.PLAIN})
+FINE = frozenset({Outcome.PASSED, Outcome.REFUSED, Outcome.PLAIN, Outcome.EXPORT_DIFFERS})
 
 
 def judge(specimen: Specimen, mode: str) -> dict[str, Any]:
@@ -78,7 +79,10 @@ def _judge(specimen: Specimen, mode: str) -> dict[str, Any]:
     except Exception as error:
         return record | {"outcome": Outcome.NOT_RUN, "detail": _short(error)}
     record["exports"] = len(converted.programs.cache)
-    outcome = Outcome.DIFFERS if problems else Outcome.PASSED
+    outcome = Outcome.PASSED
+    if problems:
+        own = mode != "dropout" and not specimen.random and _export_differs(specimen, fresh, wanted)
+        outcome = Outcome.EXPORT_DIFFERS if own else Outcome.DIFFERS
     return record | {"outcome": outcome, "detail": "; ".join(problems)[:600]}
 
 
@@ -109,6 +113,18 @@ def _compared(
         )
 
     return measure.compare(got, wanted, exact)
+
+
+def _export_differs(specimen: Specimen, fresh: Callable[[], nn.Module], wanted: measure.Values) -> bool:
+    """Whether the program that torch exports by itself, run by torch, differs from the module as well."""
+    args, kwargs = split(specimen.batch(runs.ROWS[0]))
+    try:
+        program = torch.export.export(fresh(), args, kwargs, strict=False)
+        got = runs.in_torch(program.module, specimen.batch, inputs=specimen.input_gradients)
+    except Exception:
+        return False
+    shared = {name: value for name, value in wanted.items() if name in got}
+    return bool(measure.compare(got, shared, dict)[0])
 
 
 def refusal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -28,7 +28,9 @@ def export_of(record: dict[str, Any]) -> str:
     """How a specimen meets another number of rows: "one", "dynamic", "each", "-" if it was not converted."""
     if "reason" not in record:
         return "-"
-    return "each" if record["reason"] else "dynamic" if record.get("dynamic") else "one"
+    if record["reason"] or (record.get("exports", 1) > 1 and not record.get("dynamic")):
+        return "each"
+    return "dynamic" if record.get("dynamic") else "one"
 
 
 def _counts(records: list[dict[str, Any]]) -> list[str]:
@@ -55,7 +57,7 @@ def _reasons(records: list[dict[str, Any]]) -> list[str]:
     for r in records:
         if r["outcome"] != Outcome.PASSED:
             lines.append(f"{r['specimen']} ({r['mode']}): {r['outcome']}: {r.get('detail', '')[:300]}")
-        elif r.get("reason") or r.get("dynamic"):
-            why = (r["reason"] or r["dynamic"])[:200]
+        elif export_of(r) in ("each", "dynamic"):
+            why = (r["reason"] or r.get("dynamic") or "the batch dims found are not those of the rows")[:200]
             lines.append(f"{r['specimen']} ({r['mode']}): export {export_of(r)}: {why}")
     return lines
