@@ -120,7 +120,7 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
         with wrapper.precision.region():
             try:
-                program = torch.export.export(wrapper, tuple(tensors), strict=False)
+                program = torch.export.export(wrapper, _distinct(tensors), strict=False)
             except BridgeError:
                 raise
             except Exception as error:
@@ -128,6 +128,12 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
             _detach_no_grad_regions(program.graph_module)
             program = program.run_decompositions({})
         return open_unlowered(program)
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """No tensor twice (`labels=ids` beside `input_ids=ids`): torch.export would take them for one input."""
+    seen: set[int] = set()
+    return tuple(t.clone() if id(t) in seen or seen.add(id(t)) else t for t in tensors)
 
 
 class _DataIsDetached(TorchFunctionMode):

@@ -6,6 +6,7 @@ from torch_bridge.lowerings import bessel as bessel
 from torch_bridge.lowerings import convolution as convolution
 from torch_bridge.lowerings import creation as creation
 from torch_bridge.lowerings import elementwise as elementwise
+from torch_bridge.lowerings import experts as experts
 from torch_bridge.lowerings import fft as fft
 from torch_bridge.lowerings import histogram as histogram
 from torch_bridge.lowerings import indexing as indexing

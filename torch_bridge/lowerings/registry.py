@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Operator = Any  # torch.ops overloads have no public type
 
@@ -23,6 +25,7 @@ class Lowering:
 
 
 _LOWERINGS: dict[Operator, Lowering] = {}
+_BY_NAME: dict[str, Lowering] = {}  # of operators that exist once their library is imported
 
 
 def never(*_args: Any, **_kwargs: Any) -> bool:
@@ -51,6 +54,20 @@ def lowering(*operators: Operator, random: Callable[..., bool] = never) -> Calla
     return register
 
 
+def lowering_by_name(name: str) -> Callable[[Function], Function]:
+    """Register the decorated function for an operator of a library that need not be there.
+
+    Args:
+        name: such as "mylib::fused", or "mylib::fused.overload".
+    """
+
+    def register(function: Function) -> Function:
+        _BY_NAME[name] = Lowering(function=function, random=never)
+        return function
+
+    return register
+
+
 def register_lowering(operator: Operator) -> Callable[[Function], Function]:
     """Teach the bridge an operator, or replace what it does for one.
 
@@ -68,4 +85,7 @@ def register_lowering(operator: Operator) -> Callable[[Function], Function]:
 
 def find(operator: Operator) -> Lowering | None:
     """The lowering of an operator, if there is one."""
-    return _LOWERINGS.get(operator)
+    found = _LOWERINGS.get(operator)
+    if found is None and isinstance(operator, torch._ops.OpOverload):
+        return _BY_NAME.get(operator.name())
+    return found
