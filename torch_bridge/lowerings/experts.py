@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -31,13 +33,33 @@ def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtyp
         turned = lax.ragged_dot(weight.T, jnp.swapaxes(x, 1, 2), _sizes(offs))
         out = turned.T
     else:
-        out = lax.ragged_dot_general(x, weight, _sizes(offs), _CONTRACTED)
+        out = _contracted_in_groups(x, weight, _sizes(offs))
     return out if out_dtype is None else out.astype(jax_dtype(out_dtype))
 
 
 _CONTRACTED = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (0,)), ((), ())), lhs_ragged_dimensions=[1], rhs_group_dimensions=[]
 )
+
+
+@jax.custom_vjp
+def _contracted_in_groups(x: Any, y: Any, sizes: Any) -> Any:
+    """`[rows, in] @ [in, columns]`, one product for each group of `in`. JAX has no derivative of it."""
+    return lax.ragged_dot_general(x, y, sizes, _CONTRACTED)
+
+
+def _contracted_forward(x: Any, y: Any, sizes: Any) -> tuple[Any, Any]:
+    return _contracted_in_groups(x, y, sizes), (x, y, sizes)
+
+
+def _contracted_backward(residuals: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+    x, y, sizes = residuals
+    to_x = lax.ragged_dot(y, jnp.swapaxes(cotangent, 1, 2), sizes).T
+    to_y = lax.ragged_dot(x.T, cotangent, sizes)
+    return to_x, to_y, np.zeros(sizes.shape, jax.dtypes.float0)
+
+
+_contracted_in_groups.defvjp(_contracted_forward, _contracted_backward)
 
 
 def _sizes(offs: Any) -> Any:
