@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torch_bridge.grouped import mark_regrouped
 from torch_bridge.program import Graph, Node, Ref
 from torch_bridge.upcasts import without_upcasts
 
@@ -23,7 +24,7 @@ def simplify(graph: Graph, input_shapes: tuple[tuple[int, ...], ...]) -> Graph:
     """Replace position-by-position indexing by reshapes, and expanded attention masks by what they expand."""
     nodes = (_reshaped(graph, node, input_shapes) for node in graph.nodes)
     graph = replace(graph, nodes=tuple(_with_small_mask(graph, node, input_shapes) for node in nodes))
-    return without_upcasts(graph)
+    return mark_regrouped(without_upcasts(graph), input_shapes)
 
 
 def _with_small_mask(graph: Graph, node: Node, input_shapes: tuple[tuple[int, ...], ...]) -> Node:

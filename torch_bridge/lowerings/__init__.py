@@ -11,6 +11,7 @@ from torch_bridge.lowerings import creation as creation
 from torch_bridge.lowerings import cumulative as cumulative
 from torch_bridge.lowerings import effects as effects
 from torch_bridge.lowerings import elementwise as elementwise
+from torch_bridge.lowerings import experts as experts
 from torch_bridge.lowerings import fft as fft
 from torch_bridge.lowerings import grid_sample as grid_sample
 from torch_bridge.lowerings import higher_order as higher_order

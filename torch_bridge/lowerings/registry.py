@@ -25,6 +25,7 @@ class Lowering:
 
 
 _LOWERINGS: dict[Operator, Lowering] = {}
+_BY_NAME: dict[str, Lowering] = {}  # of operators that exist once their library is imported
 
 
 def never(*_args: Any, **_kwargs: Any) -> bool:
@@ -48,6 +49,20 @@ def lowering(*operators: Operator, random: Callable[..., bool] = never) -> Calla
     def register(function: Function) -> Function:
         for operator in operators:
             _LOWERINGS[operator] = Lowering(function=function, random=random)
+        return function
+
+    return register
+
+
+def lowering_by_name(name: str) -> Callable[[Function], Function]:
+    """Register the decorated function for an operator of a library that need not be there.
+
+    Args:
+        name: such as "mylib::fused", or "mylib::fused.overload".
+    """
+
+    def register(function: Function) -> Function:
+        _BY_NAME[name] = Lowering(function=function, random=never)
         return function
 
     return register
@@ -108,7 +123,10 @@ def _operator(target: Any) -> Operator:
 
 def find(operator: Operator) -> Lowering | None:
     """The lowering of an operator, if there is one."""
-    return _LOWERINGS.get(operator)
+    found = _LOWERINGS.get(operator)
+    if found is None and isinstance(operator, torch._ops.OpOverload):
+        return _BY_NAME.get(operator.name())
+    return found
 
 
 def draws(operator: Operator, *args: Any, **kwargs: Any) -> bool:
