@@ -11,6 +11,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import countable
 
 aten = torch.ops.aten
 
@@ -93,4 +94,4 @@ def tensordot(a: Any, b: Any, dims_self: Sequence[int], dims_other: Sequence[int
 
 @lowering(aten.kron.default)
 def kron(a: Any, b: Any) -> Any:
-    return jnp.kron(a, b)
+    return jnp.kron(countable(a), countable(b))
