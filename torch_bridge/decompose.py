@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings import registry
@@ -52,7 +53,7 @@ def refuse_shapes_of_values(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         for tensor in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(tensor, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in tensor.shape):
+            if isinstance(tensor, torch.Tensor) and free_unbacked_symbols(tensor.shape):
                 raise BridgeError(
                     message(
                         f"the shape of what {node.target} returns depends on values.",

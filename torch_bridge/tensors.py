@@ -117,12 +117,25 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return host.numpy(force=True)  # torch's lazy zeros too
 
 
-def narrowed_int(value: int) -> int:
-    """A Python integer as `to_jax` would narrow it: the extremes of int64 become those of int32."""
-    if x64_enabled():
-        return value
-    wide, bounds = np.iinfo(np.int64), np.iinfo(np.int32)
-    return {wide.max: int(bounds.max), wide.min: int(bounds.min)}.get(value, value)
+def constant(value: Any, dtype: Any) -> Any:
+    """A number (or an array without dims, where it depends on data) in a dtype.
+
+    Raises:
+        BridgeError: if an integer does not fit into int32 and JAX runs without x64.
+    """
+    dtype = np.dtype(dtype)
+    if isinstance(value, int) and np.issubdtype(dtype, np.integer):
+        bounds = np.iinfo(dtype)
+        if dtype == np.int32 and not x64_enabled():
+            wide = np.iinfo(np.int64)
+            value = {wide.max: bounds.max, wide.min: bounds.min}.get(value, value)
+        if not bounds.min <= value <= bounds.max:
+            raise BridgeError(
+                message(
+                    f"{value} does not fit into {dtype}.", hint="jax.config.update('jax_enable_x64', True)"
+                )
+            )
+    return jnp.asarray(value, dtype)
 
 
 def _narrowed(value: np.ndarray, what: str) -> np.ndarray:
@@ -173,7 +186,7 @@ def promoted(values: Sequence[Any]) -> np.dtype:
 def promote(*values: Any) -> tuple[Any, ...]:
     """Arrays and scalars as arrays of the dtype that torch computes in."""
     dtype = promoted(values)
-    return tuple(jnp.asarray(value, dtype) for value in values)
+    return tuple(constant(value, dtype) for value in values)
 
 
 def floating(x: Any) -> Any:
@@ -185,6 +198,11 @@ def widened(x: Any) -> Any:
     """Floats in the dtype that a function with many steps is computed in: float32 for half precision."""
     x = floating(x)
     return x.astype(accumulation(x.dtype))
+
+
+def countable(x: Any) -> Any:
+    """Booleans as numbers: what adds up to more than 0 is true again in torch."""
+    return x.astype(jnp.int32) if x.dtype == bool else x
 
 
 def default_float() -> np.dtype:

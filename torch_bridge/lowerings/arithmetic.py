@@ -10,7 +10,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import floating, jax_dtype, promote
+from torch_bridge.tensors import constant, floating, jax_dtype, promote
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 @lowering(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: Any, mask: Any, value: Any) -> Any:
-    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
+    return jnp.where(mask, constant(value, x.dtype), x)
 
 
 @lowering(aten.addcmul.default)

@@ -8,27 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import default_float, jax_dtype, narrowed_int
+from torch_bridge.tensors import constant, default_float, jax_dtype
 
 aten = torch.ops.aten
-
-
-def _constant(value: Any, dtype: Any) -> Any:
-    """A Python number in a dtype; an integer that does not fit is an error, never a wrap."""
-    dtype = np.dtype(dtype)
-    if isinstance(value, jax.Array):  # a number that depends on data
-        return value.reshape(()).astype(dtype)
-    if np.issubdtype(dtype, np.integer) and not isinstance(value, float | complex):
-        value, bounds = narrowed_int(value), np.iinfo(dtype)
-        if not bounds.min <= value <= bounds.max:
-            raise BridgeError(
-                message(
-                    f"{value} does not fit into {dtype}.", hint="jax.config.update('jax_enable_x64', True)"
-                )
-            )
-    return jnp.asarray(value, dtype)
 
 
 def _dtype_of(value: Any, dtype: Any) -> Any:
@@ -45,17 +28,17 @@ def _dtype_of(value: Any, dtype: Any) -> Any:
 
 @lowering(aten.full.default)
 def full(size: Sequence[int], value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    return jnp.broadcast_to(_constant(value, _dtype_of(value, dtype)), tuple(size))
+    return jnp.broadcast_to(constant(value, _dtype_of(value, dtype)), tuple(size))
 
 
 @lowering(aten.full_like.default)
 def full_like(x: Any, value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    return jnp.broadcast_to(_constant(value, x.dtype if dtype is None else jax_dtype(dtype)), x.shape)
+    return jnp.broadcast_to(constant(value, x.dtype if dtype is None else jax_dtype(dtype)), x.shape)
 
 
 @lowering(aten.new_full.default)
 def new_full(x: Any, size: Sequence[int], value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    return jnp.broadcast_to(_constant(value, x.dtype if dtype is None else jax_dtype(dtype)), tuple(size))
+    return jnp.broadcast_to(constant(value, x.dtype if dtype is None else jax_dtype(dtype)), tuple(size))
 
 
 @lowering(aten.zeros.default, aten.empty.memory_format)
@@ -105,7 +88,7 @@ def empty_permuted(size: Sequence[int], _layout: Any, *, dtype: Any = None, **_:
 
 @lowering(aten.scalar_tensor.default)
 def scalar_tensor(value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    return _constant(value, default_float() if dtype is None else jax_dtype(dtype))
+    return constant(value, default_float() if dtype is None else jax_dtype(dtype))
 
 
 @lowering(aten.arange.start_step)
@@ -136,7 +119,14 @@ def arange(end: Any, **options: Any) -> Any:
     aten.linspace.Scalar_Tensor,
 )
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -> Any:
-    return jnp.linspace(start, end, steps, dtype=_dtype_of(0.0, dtype))
+    wanted = _dtype_of(0.0, dtype)
+    if not jnp.issubdtype(wanted, jnp.integer):
+        return jnp.linspace(start, end, steps, dtype=wanted)
+    # torch counts from both ends in double precision and cuts towards zero.
+    xp = jnp if isinstance(start, jax.Array) or isinstance(end, jax.Array) else np
+    index, step = xp.arange(steps), (end - start) / max(steps - 1, 1)
+    points = xp.where(index < steps // 2, start + step * index, end - step * (steps - 1 - index))
+    return jnp.asarray(xp.trunc(points), wanted)
 
 
 @lowering(

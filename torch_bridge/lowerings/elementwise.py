@@ -62,7 +62,7 @@ def _nextafter_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple
 for _op, _function in (
     (aten.abs, jnp.abs),
     (aten.neg, jnp.negative),
-    (aten.sign, jnp.sign),
+    (aten.sign, lambda x: x if x.dtype == bool else jnp.sign(x)),
     (aten.sgn, jnp.sign),
     (aten.ceil, jnp.ceil),
     (aten.floor, jnp.floor),

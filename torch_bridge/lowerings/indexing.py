@@ -14,6 +14,7 @@ from jax import lax
 
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import constant, countable
 
 aten = torch.ops.aten
 
@@ -88,6 +89,8 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
 @lowering(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *_: Any) -> Any:
     values = values.astype(x.dtype)
+    if accumulate:
+        x, values = countable(x), countable(values)
     masks = [i for i in indices if i is not None and i.dtype == bool]
     if masks:
         return _masked_put(x, indices, values, accumulate)
@@ -117,6 +120,7 @@ def index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> A
     if not x.ndim:
         return x + jnp.sum(source) * alpha
     where = (slice(None),) * (dim % x.ndim) + (index.reshape(-1),)
+    x, source = countable(x), countable(source)
     return x.at[where].add(source if alpha == 1 else source * jnp.asarray(alpha, source.dtype))
 
 
@@ -131,7 +135,7 @@ def index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
 def index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
     if not x.ndim:
         return jnp.asarray(value, x.dtype)
-    return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].set(jnp.asarray(value, x.dtype))
+    return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].set(constant(value, x.dtype))
 
 
 @lowering(aten.one_hot.default)

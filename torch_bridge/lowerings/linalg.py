@@ -17,7 +17,7 @@ from torch_bridge.tensors import jax_dtype
 aten = torch.ops.aten
 
 
-def adjoint(x: Any) -> Any:
+def hermitian_transpose(x: Any) -> Any:
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
@@ -29,8 +29,8 @@ def info(factor: Any) -> Any:
 def cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> tuple[Any, Any]:
     del check_errors
     # The lower triangle alone counts, or the upper one: no symmetrisation, so that gradients agree.
-    factor = jnp.linalg.cholesky(adjoint(x) if upper else x)
-    return (adjoint(factor) if upper else factor), info(factor)
+    factor = jnp.linalg.cholesky(hermitian_transpose(x) if upper else x)
+    return (hermitian_transpose(factor) if upper else factor), info(factor)
 
 
 @lowering(aten.cholesky.default)
@@ -185,7 +185,7 @@ def householder_product(x: Any, tau: Any) -> Any:
     out = jnp.broadcast_to(jnp.eye(rows, columns, dtype=x.dtype), x.shape)
     for i in reversed(range(tau.shape[-1])):
         vector = vectors[..., :, i : i + 1]
-        out = out - tau[..., i, None, None] * vector @ (adjoint(vector) @ out)
+        out = out - tau[..., i, None, None] * vector @ (hermitian_transpose(vector) @ out)
     return out
 
 
@@ -195,7 +195,7 @@ def ormqr(x: Any, tau: Any, other: Any, left: bool = True, transpose: bool = Fal
     rows = x.shape[-2]
     wide = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows - x.shape[-1])])
     q = householder_product(wide, tau)
-    q = adjoint(q) if transpose else q
+    q = hermitian_transpose(q) if transpose else q
     return q @ other if left else other @ q
 
 

@@ -11,7 +11,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import accumulation
+from torch_bridge.tensors import accumulation, countable
 
 aten = torch.ops.aten
 
@@ -100,4 +100,4 @@ def tensordot(a: Any, b: Any, dims_self: Sequence[int], dims_other: Sequence[int
 
 @lowering(aten.kron.default)
 def kron(a: Any, b: Any) -> Any:
-    return jnp.kron(a, b)
+    return jnp.kron(countable(a), countable(b))

@@ -12,7 +12,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.tensors import jax_dtype
+from torch_bridge.tensors import countable, jax_dtype
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def scatter(x: Any, dim: int, index: Any, source: Any) -> Any:
 
 @lowering(aten.scatter_add.default)
 def scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
-    place, source = _scatter_place(x, dim, index, source)
+    place, source = _scatter_place(countable(x), dim, index, countable(source))
     return place.add(source).reshape(x.shape)
 
 
@@ -57,6 +57,7 @@ def scatter_reduce_old(x: Any, dim: int, index: Any, source: Any, *, reduce: str
 def scatter_reduce(
     x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
+    x, source = countable(x), countable(source)
     start = (
         x
         if include_self
@@ -130,6 +131,8 @@ def index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, incl
 @lowering(aten.put.default)
 def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """Counts elements of x in reading order."""
+    if accumulate:
+        x, source = countable(x), countable(source)
     place = x.reshape(-1).at[index.reshape(-1)]
     source = source.reshape(-1)
     return (place.add(source) if accumulate else place.set(source)).reshape(x.shape)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge.lowerings.linalg import adjoint, info, permutation_matrix, transposed, unpacked
+from torch_bridge.lowerings.linalg import hermitian_transpose, info, permutation_matrix, transposed, unpacked
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def _batched(a: Any, b: Any) -> tuple[Any, Any]:
 
 @lowering(aten.cholesky_solve.default)
 def cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
-    lower = adjoint(factor) if upper else factor
+    lower = hermitian_transpose(factor) if upper else factor
     lower, b = _batched(lower, b)
     first = lax.linalg.triangular_solve(lower, b, left_side=True, lower=True)
     return lax.linalg.triangular_solve(
@@ -112,12 +112,12 @@ def triangular_solve(
 def lu_solve(factor: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
     if not left:
         # x a = b is a^H x^H = b^H.
-        return adjoint(lu_solve(factor, pivots, adjoint(b), adjoint=not adjoint))
+        return hermitian_transpose(lu_solve(factor, pivots, hermitian_transpose(b), adjoint=not adjoint))
     permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, factor.shape[-2])
     matrix = permutation_matrix(permutation, factor.dtype)
     lower, upper = unpacked(factor)
     full = matrix @ lower @ upper
-    return jnp.linalg.solve(*_batched(adjoint(full) if adjoint else full, b))
+    return jnp.linalg.solve(*_batched(hermitian_transpose(full) if adjoint else full, b))
 
 
 @lowering(aten.linalg_inv.default, aten.inverse.default)

@@ -27,7 +27,8 @@ os.environ.setdefault(
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.torch_bridge.opinfo.judge import judge, samples, short
+from tests.torch_bridge.opinfo.compare import short
+from tests.torch_bridge.opinfo.judge import judge, samples
 from tests.torch_bridge.opinfo.outcome import Outcome, Verdict, read, record, summary
 
 

@@ -17,11 +17,13 @@ pytest.importorskip("expecttest", reason="PyTorch's operator database needs it")
 # The database and the operators under test warn about themselves.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-OPERATORS = """addmm.decomposed atleast_1d cholesky_solve contiguous cross div.floor_rounding fft.ihfft frac
-    as_strided_copy histc linalg.pinv logdet lu_solve masked.prod matrix_exp native_batch_norm
-    nn.functional.glu nn.functional.grid_sample nn.functional.nll_loss nn.functional.pad.reflect norm ormqr
-    resolve_conj round.decimals_3 special.laguerre_polynomial_l special.log_ndtr triangular_solve T
-    multinomial broadcast_to asin scatter_reduce.prod""".split()
+OPERATORS = """addmm.decomposed cholesky_solve cov cross div.floor_rounding fft.ihfft frac as_strided_copy
+    grid_sampler_3d histogramdd index_put item linalg.eig linalg.lstsq linalg.pinv linalg.tensorinv logdet
+    logspace.tensor_overload lu_solve masked.prod multinomial native_batch_norm nn.functional.conv2d
+    nn.functional.ctc_loss nn.functional.gaussian_nll_loss nn.functional.glu nn.functional.grid_sample
+    nn.functional.nll_loss nn.functional.pad.reflect norm ormqr round.decimals_3 scatter_reduce.prod
+    _segment_reduce.lengths softmax.with_dtype special.airy_ai special.laguerre_polynomial_l
+    special.log_ndtr triangular_solve _upsample_bilinear2d_aa""".split()
 
 
 @cache
