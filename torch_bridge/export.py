@@ -17,7 +17,7 @@ from torch_bridge.attributes import watched_attributes
 from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks
 from torch_bridge.decompose import open_unlowered
 from torch_bridge.errors import BridgeError
-from torch_bridge.explain import explained
+from torch_bridge.explain import explained, refuse_values
 from torch_bridge.inputs import Inputs
 from torch_bridge.regions import make_regions_explicit
 from torch_bridge.structures import Structure, share_with_jax, take_apart
@@ -59,13 +59,12 @@ class Exportable(torch.nn.Module):
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with WatchedForward(), watched_attributes(self):
-            args, kwargs = self.inputs.call(tensors, for_loss=False)
-            outputs = self.module(*args, **kwargs)
-            loss = _loss_in(outputs)
-            if self.loss is not None:
-                args, kwargs = self.inputs.call(tensors, for_loss=True)
-                loss = self.loss(outputs, *args, **kwargs)
+        try:
+            outputs, loss = self._run(tensors)
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise explained(error) from error
         share_with_jax(outputs)
         leaves, structure = take_apart(outputs)
         flat = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -82,6 +81,15 @@ class Exportable(torch.nn.Module):
             loss=position,
         )
         return tuple(flat)
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor | None]:
+        with WatchedForward(), watched_attributes(self):
+            args, kwargs = self.inputs.call(tensors, for_loss=False)
+            outputs = self.module(*args, **kwargs)
+            if self.loss is None:
+                return outputs, _loss_in(outputs)
+            args, kwargs = self.inputs.call(tensors, for_loss=True)
+            return outputs, self.loss(outputs, *args, **kwargs)
 
 
 def _leaf_record(leaf: Any) -> Any:
@@ -114,6 +122,7 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
         try:
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
+            refuse_values(program.graph_module)
             make_regions_explicit(program.graph_module)
             return open_unlowered(program.run_decompositions({}))
         except BridgeError:

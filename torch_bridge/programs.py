@@ -14,6 +14,7 @@ import torch
 
 from torch_bridge import shapes
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.explain import refuse_unknown_shapes
 from torch_bridge.export import Exportable, OutputTree, export
 from torch_bridge.interpret import check
 from torch_bridge.program import Graph
@@ -194,6 +195,7 @@ def _for_any_rows(
 def _once(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], rows: int) -> Program:
     """One export, at exactly these shapes."""
     exported = export(wrapper, tensors)
+    refuse_unknown_shapes(exported)
     signature = read_signature(exported, names)
     graph = read_graph(exported.graph, exported.graph_module)
     graph = simplify(graph, _input_shapes(exported))

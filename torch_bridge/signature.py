@@ -135,8 +135,8 @@ def _destination(spec: Any, names: Names) -> tuple[Destination, str | None]:
     raise BridgeError(
         message(
             f"forward writes {spec.target.removeprefix(PREFIX)}, a parameter.",
-            hint="keep what forward writes in a buffer (register_buffer); clamp or normalise a parameter where "
-            "it is used (weight.clamp(0), torch.nn.utils.parametrize), or after the optimizer's step",
+            hint="keep what forward writes in a buffer (register_buffer); clamp or normalise a parameter "
+            "where it is used (torch.nn.utils.parametrize), or after the optimizer's step",
         )
     )
 

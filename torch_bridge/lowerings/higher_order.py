@@ -151,9 +151,8 @@ class _View:
                 index = index + counting.reshape([-1 if d == dim else 1 for d in range(index.ndim)])
             elements = index
         elif parts["slice_dim"] is not None:
-            raise BridgeError(
-                message(f"a custom operator writes a slice ({name}).", hint="write a whole tensor")
-            )
+            what = f"a custom operator writes a slice of a tensor ({name})."
+            raise BridgeError(message(what, hint="let it write a whole tensor"))
         return _View(base=parts["base_index"], elements=elements)
 
     def read(self, bases: list[Any]) -> Any:
