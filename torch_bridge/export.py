@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.attributes import watched_attributes
+from torch_bridge.attributes import recomputes_attributes, watched_attributes
 from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks
 from torch_bridge.decompose import open_unlowered
 from torch_bridge.errors import BridgeError
@@ -120,6 +120,8 @@ def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export
         warnings.simplefilter("ignore", FutureWarning)
         # Recurrent layers list their own parameters a second time, which torch puts back itself.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights\[")
+        if recomputes_attributes(wrapper):
+            warnings.filterwarnings("ignore", message=r"The tensor attributes? .*assigned during export")
         try:
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
             refuse_values(program.graph_module)

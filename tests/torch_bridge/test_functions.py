@@ -177,12 +177,12 @@ class WritesUnknown(nn.Module):
 
 
 def test_a_writing_operator_without_a_lowering_is_named() -> None:
-    with pytest.raises(UnsupportedOpError, match="no lowering for bridge_tests.nobody_writes"):
+    with pytest.raises(UnsupportedOpError, match=r"no lowering for bridge_tests\.nobody_writes"):
         convert(WritesUnknown(), (torch.ones(2, 3),))
 
 
 def test_what_is_no_operator_cannot_be_registered() -> None:
-    with pytest.raises(TypeError, match="torch.autograd.Function"):
+    with pytest.raises(TypeError, match=r"torch\.autograd\.Function"):
         register_lowering(torch.tanh)
     with pytest.raises(TypeError, match="several overloads"):
         register_lowering(torch.ops.aten.add)

@@ -36,7 +36,7 @@ class Codebook(nn.Module):
             self.codes[0] += 1.0
         self.mean = 0.5 * self.mean + 0.5 * y.mean(0).detach()
         self.seen += x.shape[0]
-        return ((y + (quantised - y).detach()) * self.mean + self.codes[0]).square().sum()
+        return ((y + (quantised - y).detach()) * (self.mean + 2) + self.codes[0]).square().sum()
 
 
 def test_buffers_take_the_values_that_torch_gives_them_over_two_steps() -> None:

@@ -117,6 +117,8 @@ def convert(bad):
     except BaseException as error:
         errors.append(error)
 
+torch_works()  # eager cond and scan load parts of torch
+torch_bridge.convert(Net(), (torch.ones(2, 3),))
 before = state()
 trainer = threading.Thread(target=train)
 trainer.start()

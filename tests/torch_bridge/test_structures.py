@@ -59,7 +59,7 @@ class Everything(nn.Module):
         self, x: Any, tree: Any, record: Any, known: Any, *rest: Any, mode: Any, flag: Any = True, **more: Any
     ) -> Any:
         y = self.linear(x) * mode.value if flag else x
-        outputs = {
+        return {
             "pair": Pair(y, (tree["k"][0], None)),
             "record": Record(y + record.a, known.b, record.n),
             "known": Known(known.a * 2, [Record(y)]),
@@ -68,7 +68,6 @@ class Everything(nn.Module):
             "constants": (x.shape[1], 2.5, True, "text", None, torch.float16, mode, (), {}, []),
             "rest": rest,
         }
-        return outputs
 
 
 def _tensors(rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
