@@ -37,6 +37,12 @@ def watched_attributes(root: nn.Module) -> Iterator[None]:
             _warn(f"forward changes {', '.join(_path(name, key) for key in changed)}", "keeps the old values")
 
 
+def recomputes_attributes(root: nn.Module) -> bool:
+    """Whether weights are plain attributes that hooks compute before each forward (weight_norm, pruning)."""
+    hooks = [hook for module in root.modules() for hook in module._forward_pre_hooks.values()]
+    return any(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks)
+
+
 def _numbers(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if type(value) in _NUMBERS}
 

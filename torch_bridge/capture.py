@@ -36,7 +36,7 @@ _Tensor: Any = torch.Tensor
 
 
 def _here() -> str:
-    return f"called at: {user_line(traceback.extract_stack())}"
+    return f"called at: {user_line(traceback.extract_stack()) or '(unknown)'}"
 
 
 class WatchedForward(TorchFunctionMode):
@@ -265,9 +265,8 @@ def _func_vjp(original: Any, here: Callable[[], bool]) -> Any:
     return lambda *args, **kwargs: (gradients.vjp if here() else original)(*args, **kwargs)
 
 
-def _func_jacfwd(original: Any, here: Callable[[], bool]) -> Any:
-    """Inside hessian: forward over reverse, which gives the same as reverse over reverse."""
-    return lambda *args, **kwargs: (torch.func.jacrev if here() else original)(*args, **kwargs)
+def _func_jvp(original: Any, here: Callable[[], bool]) -> Any:
+    return lambda *args, **kwargs: (gradients.jvp if here() else original)(*args, **kwargs)
 
 
 def _batch_norm_forward(original: Any, here: Callable[[], bool]) -> Any:
@@ -302,7 +301,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.amp.autocast_mode.autocast, "__init__", _autocast_init),
     (eager_transforms, "grad_and_value_impl", _func_grad_and_value),
     (eager_transforms, "_vjp_with_argnums", _func_vjp),
-    (eager_transforms, "jacfwd", _func_jacfwd),
+    (eager_transforms, "_jvp_with_argnums", _func_jvp),
     (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm_forward),
     (torch.nn.attention.flex_attention, "_validate_device", _flex_device),
 )

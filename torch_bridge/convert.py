@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torch_bridge import lowerings  # noqa: F401 - fills the registry
+from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable
 from torch_bridge.initialise import Initialiser, held
 from torch_bridge.inputs import describe
@@ -56,6 +57,7 @@ def convert(
         >>> out.shape
         (7, 2)
     """
+    _check_call(module, args)
     inputs = describe(module, tuple(args), dict(kwargs or {}), loss)
     names = names_of(module)
     wrapper = Exportable(module, inputs, loss, precision_of(precision))
@@ -85,3 +87,16 @@ def convert(
         programs=programs,
         initialiser=Initialiser(known({**names.params, **names.frozen, **names.buffers})),
     )
+
+
+def _check_call(module: Any, args: Any) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise BridgeError(
+            message("a TorchScript module cannot be exported.", hint="pass the nn.Module itself")
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise BridgeError(message(f"got a {type(module).__qualname__}, expected a torch.nn.Module."))
+    if not isinstance(args, tuple | list):
+        raise BridgeError(
+            message(f"args is a {type(args).__qualname__}, expected a tuple.", hint="convert(module, (x,))")
+        )

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.explain import refuse_unknown_shapes
 from torch_bridge.lowerings import registry
-from torch_bridge.signature import IGNORED, module_path, source_line
+from torch_bridge.signature import IGNORED
 
 
 def open_unlowered(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decompose what has no lowering until everything has one, or nothing more can be opened."""
-    refuse_shapes_of_values(program.graph)
+    refuse_unknown_shapes(program)
     seen: set[Any] = set()
     while True:
         table = {
@@ -42,27 +42,6 @@ def drop_checks(graph_module: torch.fx.GraphModule) -> None:
                 if node.target in IGNORED and not node.users:
                     module.graph.erase_node(node)
             module.recompile()
-
-
-def refuse_shapes_of_values(graph: torch.fx.Graph) -> None:
-    """Stop at a tensor whose shape depends on values: XLA fixes all shapes when it compiles.
-
-    Raises:
-        BridgeError: for the first such tensor.
-    """
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        for tensor in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(tensor, torch.Tensor) and free_unbacked_symbols(tensor.shape):
-                raise BridgeError(
-                    message(
-                        f"the shape of what {node.target} returns depends on values.",
-                        f"in module {module_path(node) or '(root)'}",
-                        f"at {source_line(node.meta.get('stack_trace')) or '(unknown)'}",
-                        hint="keep the shape fixed: torch.where(mask, x, fill) instead of x[mask], "
-                        "torch.nonzero_static(x, size=n) instead of torch.nonzero(x)",
-                    )
-                )
 
 
 def unlowered(graph: torch.fx.Graph) -> list[Any]:

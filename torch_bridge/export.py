@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.attributes import watched_attributes
+from torch_bridge.attributes import recomputes_attributes, watched_attributes
 from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks
 from torch_bridge.decompose import drop_checks, open_unlowered
 from torch_bridge.errors import BridgeError
@@ -69,13 +69,12 @@ class Exportable(torch.nn.Module):
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with WatchedForward(), LayerDropOff(), watched_attributes(self):
-            args, kwargs = self.inputs.call(tensors, for_loss=False)
-            outputs = self.module(*args, **kwargs)
-            loss = _loss_in(outputs)
-            if self.loss is not None:
-                args, kwargs = self.inputs.call(tensors, for_loss=True)
-                loss = self.loss(outputs, *args, **kwargs)
+        try:
+            outputs, loss = self._run(tensors)
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise explained(error) from error
         share_with_jax(outputs)
         leaves, structure = take_apart(outputs)
         leaves = [_number_as_tensor(leaf) for leaf in leaves]
@@ -93,6 +92,15 @@ class Exportable(torch.nn.Module):
             loss=position,
         )
         return tuple(flat)
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor | None]:
+        with WatchedForward(), LayerDropOff(), watched_attributes(self):
+            args, kwargs = self.inputs.call(tensors, for_loss=False)
+            outputs = self.module(*args, **kwargs)
+            if self.loss is None:
+                return outputs, _loss_in(outputs)
+            args, kwargs = self.inputs.call(tensors, for_loss=True)
+            return outputs, self.loss(outputs, *args, **kwargs)
 
 
 def _number_as_tensor(leaf: Any) -> Any:
@@ -133,6 +141,8 @@ def export(
     """
     refuse_gradient_hooks(wrapper)
     with exporting():
+        if recomputes_attributes(wrapper):
+            warnings.filterwarnings("ignore", message=r"The tensor attributes? .*assigned during export")
         try:
             with wrapper.precision.region():
                 program = torch.export.export(

@@ -110,6 +110,32 @@ def vjp(
     return (outputs, pull, aux) if has_aux else (outputs, pull)
 
 
+def jvp(
+    function: Callable[..., Any],
+    primals: Any,
+    tangents: Any,
+    argnums: Any,
+    *,
+    strict: bool = False,
+    has_aux: bool = False,
+) -> tuple[Any, ...]:
+    """torch.func.jvp: what the function returns, and its directional derivative.
+
+    The gradients are linear in the cotangents; their own gradient, along the tangents, is that derivative.
+    """
+    del strict
+    with torch.enable_grad():
+        primals, moving = _moving(primals, range(len(primals)) if argnums is None else argnums)
+        result = function(*primals)
+        outputs, aux = result if has_aux else (result, None)
+        flat, spec = pytree.tree_flatten(outputs)
+        seeds = [_fresh(torch.zeros_like(y)) for y in flat]
+        pulled = pytree.tree_leaves(_gradients(flat, moving, seeds))
+        forward = _gradients(pulled, seeds, pytree.tree_leaves(tangents))
+    derivative = pytree.tree_unflatten(forward, spec)
+    return (outputs, derivative, aux) if has_aux else (outputs, derivative)
+
+
 def _moving(args: Any, argnums: Any) -> tuple[tuple[Any, ...], Any]:
     """The arguments with fresh tensors in the places that are differentiated, and those places."""
     single = isinstance(argnums, int)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import jax_dtype
@@ -45,4 +46,4 @@ def copy(x: Any, source: Any, *_: Any) -> Any:
 
 @lowering(aten.item.default, aten._local_scalar_dense.default)
 def item(x: Any) -> Any:
-    return x.reshape(())
+    return lax.stop_gradient(x.reshape(()))

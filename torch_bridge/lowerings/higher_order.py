@@ -127,38 +127,42 @@ def auto_functionalized(written: Any, *, _all_bases: Any, rng: Any = None, **kwa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What an operator writes: a base, or the part of it that these elements (row-major) are."""
+    """What an operator writes: the base with this number, or a part of it.
+
+    `parts` says which part, in the words of auto_functionalized_v2; a base lies in row-major order.
+    """
 
     base: int
-    elements: np.ndarray | None
+    parts: dict[str, Any]
 
     @staticmethod
     def take(name: str, kwargs: dict[str, Any]) -> "_View | None":
         """Out of the keywords of auto_functionalized_v2 for the argument of this name; None if it is None."""
         parts = {key: kwargs.pop(f"_{name}_{key}", None) for key in _VIEW_KEYS}
-        if parts["base_index"] is None:
-            return None
-        elements = None
-        if parts["size"] is not None:
-            index = np.zeros(parts["size"], np.int64) + parts["storage_offset"]
-            for dim, stride in enumerate(parts["stride"]):
-                counting = np.arange(parts["size"][dim]) * stride
-                index = index + counting.reshape([-1 if d == dim else 1 for d in range(index.ndim)])
-            elements = index
-        elif parts["slice_dim"] is not None:
-            raise BridgeError(
-                message(f"a custom operator writes a slice ({name}).", hint="write a whole tensor")
-            )
-        return _View(base=parts["base_index"], elements=elements)
+        base = parts.pop("base_index")
+        return None if base is None else _View(base=base, parts=parts)
+
+    def _elements(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        """Where the part's elements lie in the base; None for the whole base."""
+        size, dim = self.parts["size"], self.parts["slice_dim"]
+        if size is not None:
+            dims = zip(np.indices(size, sparse=True), self.parts["stride"], strict=True)
+            return self.parts["storage_offset"] + sum(index * stride for index, stride in dims)
+        if dim is not None:
+            part = slice(self.parts["slice_start"], self.parts["slice_end"])
+            return np.arange(math.prod(shape)).reshape(shape)[(slice(None),) * dim + (part,)]
+        return None
 
     def read(self, bases: list[Any]) -> Any:
         base = bases[self.base]
-        return base if self.elements is None else base.reshape(-1)[self.elements]
+        elements = self._elements(base.shape)
+        return base if elements is None else base.reshape(-1)[elements]
 
     def write(self, bases: list[Any], new: Any) -> None:
         base = bases[self.base]
-        if self.elements is not None:
-            new = base.reshape(-1).at[self.elements].set(new).reshape(base.shape)
+        elements = self._elements(base.shape)
+        if elements is not None:
+            new = base.reshape(-1).at[elements].set(new).reshape(base.shape)
         bases[self.base] = new
 
 
