@@ -161,6 +161,8 @@ class WritesNoted(Lending):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
+        if torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default:
+            raise NotTaped("a tensor that changes its shape")
         if schema.is_mutable:
             given = {**dict(zip([a.name for a in schema.arguments], args, strict=False)), **(kwargs or {})}
             for argument in schema.arguments:
