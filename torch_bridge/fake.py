@@ -34,7 +34,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 def lent(
     module: torch.nn.Module, mode: Lending, concrete: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[Pairs]:
-    """Replace a module's parameters and buffers by fake ones of `mode`, and put all attributes back.
+    """Replace a module's parameters and buffers by fake ones, and put all its attributes back after.
 
     Args:
         module: with real, meta or fake tensors.

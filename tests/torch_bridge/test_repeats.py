@@ -152,11 +152,8 @@ def assert_same(stamped: Program, whole: Program) -> None:
     """Equal nodes; inside no_grad and autocast regions a stamped node may know its module more exactly."""
     assert written(stamped) == written(whole)
     for one, other in zip(stamped.graph.nodes, whole.graph.nodes, strict=True):
-        assert f"{one.path}/".startswith(f"{other.path}/".removeprefix("/")), (
-            one.operator,
-            one.path,
-            other.path,
-        )
+        outer = f"{other.path}/".removeprefix("/")
+        assert f"{one.path}/".startswith(outer), (one.operator, one.path, other.path)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
