@@ -61,8 +61,8 @@ def _taped(
     wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], pairs: Pairs, mode: WritesNoted
 ) -> Tape | None:
     own = {id(tensor): name for name, tensor in {**names.params, **names.frozen, **names.buffers}.items()}
-    # What only the loss holds is no parameter of the module: it goes by its values.
-    homes = [(twin, own.get(id(tensor), tensor)) for tensor, twin in pairs]
+    # What only the loss holds is no parameter of the module: it has no name.
+    homes = [(twin, tensor, own.get(id(tensor))) for tensor, twin in pairs]
     paths = {
         id(inner): (name + ".").removeprefix(PREFIX).rstrip(".").replace(".", "/")
         for name, inner in wrapper.named_modules()

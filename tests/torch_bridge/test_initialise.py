@@ -108,6 +108,13 @@ class ByHand(torch.nn.Module):
         return self.bf16((x @ self.mask).bfloat16()).float().mean() * self.rates[1]
 
 
+WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
+    "fake_init": torch_bridge.fake_init,
+    "meta": lambda: torch.device("meta"),
+    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+}
+
+
 def first_values(module: torch.nn.Module) -> dict[str, Any]:
     """First values of a module built without memory, by name."""
     names = names_of(module)
@@ -187,6 +194,20 @@ def test_tensors_held_as_plain_attributes_have_their_values() -> None:
     assert isinstance(fake.mask, torch._subclasses.FakeTensor)
 
 
+@pytest.mark.parametrize("build", ["fake_init", "meta"])
+def test_a_recurrent_layer_without_memory_is_converted(build: str) -> None:
+    def make() -> torch.nn.Module:
+        return torch.nn.LSTM(4, 4, num_layers=2, batch_first=True)
+
+    with WITHOUT_MEMORY[build]():
+        module = make()
+    real = make()
+    x = torch.randn(3, 5, 4)
+    jax_module = torch_bridge.convert(module, (x,)).from_state_dict(real.state_dict())
+    got, _ = jax_module.apply(jax_module.params, jax_module.buffers, x)
+    np.testing.assert_allclose(got[0], real(x)[0].detach(), rtol=1e-5, atol=1e-6)
+
+
 class Odd(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -213,13 +234,6 @@ IDS = torch.arange(16).reshape(2, 8)
 
 def llama() -> torch.nn.Module:
     return FAMILIES["llama"]()
-
-
-WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
-    "fake_init": torch_bridge.fake_init,
-    "meta": lambda: torch.device("meta"),
-    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
-}
 
 
 @pytest.mark.parametrize("build", list(WITHOUT_MEMORY))
