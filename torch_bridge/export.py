@@ -99,7 +99,7 @@ def _loss_in(outputs: Any) -> torch.Tensor | None:
     return loss if scalar else None
 
 
-def export(wrapper: Exportable, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
+def export(wrapper: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
     """Export at the shapes of `tensors`; every operator left has a lowering, or none can be had.
 
     Raises:

@@ -45,7 +45,7 @@ def lent(
     Yields:
         each tensor of the module with the fake one in its place.
     """
-    homes = [held for inner in module.modules() for held in (inner._parameters, inner._buffers) if held]
+    homes: list[Any] = [held for inner in module.modules() for held in (inner._parameters, inner._buffers)]
     found = [dict(held) for held in homes]
     attributes = [(inner.__dict__, dict(inner.__dict__)) for inner in module.modules()]
     twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

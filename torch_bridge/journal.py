@@ -78,7 +78,7 @@ class Journal:
             self._kept.append(storage)
             self.sizes.append(storage.nbytes() // tensor.element_size())
         number = self._storages[storage._cdata]
-        return View(number, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return View(number, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def note(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Append what an operation did, unless it only made views."""

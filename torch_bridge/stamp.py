@@ -283,11 +283,11 @@ def _export(tape: Tape, piece: Piece, opaque: _Opaque) -> _Exported:
     remaining = iter(piece.inputs)
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
-            inputs.append(next(remaining))
-            places[spec.arg.name] = inputs[-1]
+            places[spec.arg.name] = next(remaining)
+            inputs.append(places[spec.arg.name])
         elif spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
             inputs.append(spec.target)
-            literals[spec.target] = program.constants[spec.target]
+            literals[spec.target] = program.constants[spec.target]  # type: ignore[assignment]
         else:
             raise NotTaped(f"the exported piece takes a {spec.kind.name.lower()}")
     outputs = program.graph_signature.output_specs

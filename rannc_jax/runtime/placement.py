@@ -75,7 +75,7 @@ class Placement:
             frozen, model_state, rng: as given to `init`. Leaves of the three trees that are functions are
                 called with fold_in(rng, 0) on the devices of their stage.
         """
-        key = None if rng is None else _init_key(rng)
+        key: Any = None if rng is None else _init_key(rng)
         if _is_init(params):
             placed = self._made(params, key)
         else:
