@@ -8,6 +8,7 @@ One line a part: wall and CPU seconds, and the growth of the peak of resident me
 """
 
 import argparse
+import functools
 import resource
 import time
 from collections.abc import Callable
@@ -106,22 +107,18 @@ def main() -> None:
     converting = clock._now()
     jax_module = torch_bridge.convert(module, kwargs={"input_ids": ids, "labels": ids.clone()})
     clock.part("convert", converting)
-    extra = {"rng": jax.random.key(0)} if "rng" in jax_module.takes else {}
+    given = {"rng": jax.random.key(0), "model_state": jax_module.model_state, "frozen": jax_module.frozen}
+    loss = functools.partial(jax_module.loss_fn, **{name: given[name] for name in jax_module.takes})
     clock.last = clock._now()
-    jaxpr = jax.make_jaxpr(lambda p, b: jax_module.loss_fn(p, b, **extra))(
-        jax_module.params, jax_module.batch
-    )
+    jaxpr = jax.make_jaxpr(loss)(jax_module.params, jax_module.batch)
     clock.part("jaxpr of the loss")
     clock.part("all", clock.start)
     program = jax_module.programs.first
     print(f"{jax_module}; every batch size: {jax_module.one_export}")
-    print(
-        f"{len(program.graph.nodes)} nodes, {program.num_copies} blocks stamped, {len(jaxpr.jaxpr.eqns)} equations"
-    )
+    counts = len(program.graph.nodes), program.num_copies, len(jaxpr.jaxpr.eqns)
+    print("{} nodes, {} blocks stamped, {} equations".format(*counts))
     if chosen.grad:
-        jax.make_jaxpr(jax.grad(lambda p, b: jax_module.loss_fn(p, b, **extra)))(
-            jax_module.params, jax_module.batch
-        )
+        jax.make_jaxpr(jax.grad(loss))(jax_module.params, jax_module.batch)
         clock.part("jaxpr of the gradient")
 
 

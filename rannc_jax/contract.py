@@ -79,7 +79,11 @@ class LossOut:
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """An object that brings its own function, parameters and example batch (`auto_partition(model)`)."""
+    """An object that brings its own function, parameters and example batch (`auto_partition(model)`).
+
+    Leaves may be `jax.ShapeDtypeStruct`s; then it also has `initialisers`, with the trees `params`, `frozen`
+    and `model_state` again and a function of a key in the place of every shape.
+    """
 
     @property
     def loss_fn(self) -> Callable[..., Any]: ...

@@ -21,10 +21,11 @@ from torch_bridge.errors import BridgeError
 from torch_bridge.explain import explained
 from torch_bridge.inputs import Inputs
 from torch_bridge.layer_drop import LayerDropOff
-from torch_bridge.precision import Precision
+from torch_bridge.precision import FullPrecision, Precision
 from torch_bridge.regions import make_regions_explicit
 from torch_bridge.structures import Structure, share_with_jax, take_apart
 
+_FULL = FullPrecision()
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, enum.Enum)
 
 
@@ -127,26 +128,30 @@ def _loss_in(outputs: Any) -> torch.Tensor | None:
 
 
 def export(
-    wrapper: Exportable, tensors: Sequence[torch.Tensor], dynamic_shapes: Any = None
+    module: torch.nn.Module,
+    tensors: Sequence[torch.Tensor],
+    dynamic_shapes: Any = None,
+    precision: Precision = _FULL,
 ) -> torch.export.ExportedProgram:
     """Export at the shapes of `tensors`; every operator left has a lowering, or none can be had.
 
     Args:
-        wrapper: the module.
+        module: of flat tensors, that returns flat tensors.
         tensors: the tensors of the call.
         dynamic_shapes: which of their dims get symbolic sizes, as torch.export takes it.
+        precision: the dtypes it computes in.
 
     Raises:
         BridgeError: what torch.export cannot follow, with the user's source line and the way out.
     """
-    refuse_gradient_hooks(wrapper)
+    refuse_gradient_hooks(module)
     with exporting():
-        if recomputes_attributes(wrapper):
+        if recomputes_attributes(module):
             warnings.filterwarnings("ignore", message=r"The tensor attributes? .*assigned during export")
         try:
-            with wrapper.precision.region():
+            with precision.region():
                 program = torch.export.export(
-                    wrapper, tuple(tensors), strict=False, dynamic_shapes=dynamic_shapes
+                    module, tuple(tensors), strict=False, dynamic_shapes=dynamic_shapes
                 )
                 make_regions_explicit(program.graph_module)
                 drop_checks(program.graph_module)

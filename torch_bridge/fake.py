@@ -6,6 +6,7 @@ tensors are lent: each is replaced by a fake one on the CPU, the same for tied n
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,7 +35,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 def lent(
     module: torch.nn.Module, mode: Lending, concrete: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[Pairs]:
-    """Replace a module's parameters and buffers by fake ones of `mode`, and put all attributes back.
+    """Replace a module's parameters and buffers by fake ones, and put all its attributes back after.
 
     Args:
         module: with real, meta or fake tensors.
@@ -44,7 +45,7 @@ def lent(
     Yields:
         each tensor of the module with the fake one in its place.
     """
-    homes = [held for inner in module.modules() for held in (inner._parameters, inner._buffers) if held]
+    homes: list[Any] = [held for inner in module.modules() for held in (inner._parameters, inner._buffers)]
     found = [dict(held) for held in homes]
     attributes = [(inner.__dict__, dict(inner.__dict__)) for inner in module.modules()]
     twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -55,13 +56,26 @@ def lent(
                     if id(tensor) not in twins:
                         twins[id(tensor)] = tensor, mode.twin(tensor)
                     held[name] = twins[id(tensor)][1]
-        if concrete is not None:
-            for inner in module.modules():
-                for name, value in list(inner.__dict__.items()):
-                    if isinstance(value, torch.Tensor):
-                        inner.__dict__[name] = concrete(value)
+        for inner in module.modules():
+            for name, value in list(inner.__dict__.items()):
+                inner.__dict__[name] = _lent_attribute(value, twins, concrete)
         yield list(twins.values())
     finally:
         for held, before in (*attributes, *zip(homes, found, strict=True)):
             held.clear()
             held.update(before)
+
+
+def _lent_attribute(
+    value: Any,
+    twins: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    concrete: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Any:
+    """A plain attribute: tensors that the module also registers are lent (recurrent layers list theirs)."""
+    if type(value) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value):
+        return type(value)(_lent_attribute(item, twins, concrete) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) in twins:
+        return twins[id(value)][1]
+    return value if concrete is None else concrete(value)

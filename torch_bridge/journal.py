@@ -7,6 +7,7 @@ entries that a tensor's values depend on are its recipe.
 
 import contextlib
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,10 +78,12 @@ class Journal:
             self._kept.append(storage)
             self.sizes.append(storage.nbytes() // tensor.element_size())
         number = self._storages[storage._cdata]
-        return View(number, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return View(number, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def note(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Append what an operation did, unless it only made views."""
+        if torch.Tag.inplace_view in operator.tags:
+            return
         reads: set[int] = set()
 
         def leaf(value: Any) -> Any:
@@ -170,6 +173,9 @@ class Recording(Lending):
         super().__init__()
         self.journal = Journal()
 
+    def __deepcopy__(self, _memo: Any) -> "Recording":
+        return self  # copies of a tensor live where it lives
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -201,7 +207,9 @@ def fake_init() -> Iterator[None]:
         >>> tuple(module.weight.shape)
         (100000, 100000)
     """
-    with _truncated_normals_as_one_operator(), Recording():
+    with warnings.catch_warnings(), _truncated_normals_as_one_operator(), Recording():
+        # copy.deepcopy of a tensor asks for its address first.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
 
 

@@ -293,13 +293,13 @@ def _whole(
     tensors = _distinct(tensors)
     held = itertools.chain(wrapper.parameters(), wrapper.buffers(), tensors)
     if not any(is_abstract(tensor) for tensor in held):
-        exported = export(wrapper, tensors, dynamic_shapes)
+        exported = export(wrapper, tensors, dynamic_shapes, wrapper.precision)
         signature = read_signature(exported, names)
     else:
         mode = WritesNoted()
         with lent(wrapper, mode, concrete) as pairs:
             twins = [mode.twin(t) if is_abstract(t) else t for t in tensors]
-            exported = export(wrapper, twins, dynamic_shapes)
+            exported = export(wrapper, twins, dynamic_shapes, wrapper.precision)
             signature = read_signature(exported, names)
         originals = {id(twin): tensor for tensor, twin in pairs}
         literals = {name: originals.get(id(t), t) for name, t in signature.literals.items()}

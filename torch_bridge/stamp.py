@@ -20,7 +20,6 @@ from torch_bridge.errors import BridgeError
 from torch_bridge.export import Exportable, export, exporting
 from torch_bridge.fake import Pairs, lent
 from torch_bridge.initialise import concrete
-from torch_bridge.precision import FullPrecision
 from torch_bridge.program import Graph, Node, Ref, map_leaves, tree_map
 from torch_bridge.repeated import Block, find_blocks, references
 from torch_bridge.signature import PREFIX, Destination, Names, Signature, Source, read_graph
@@ -62,8 +61,8 @@ def _taped(
     wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], pairs: Pairs, mode: WritesNoted
 ) -> Tape | None:
     own = {id(tensor): name for name, tensor in {**names.params, **names.frozen, **names.buffers}.items()}
-    # What only the loss holds is no parameter of the module: it goes by its values.
-    homes = [(twin, own.get(id(tensor), tensor)) for tensor, twin in pairs]
+    # What only the loss holds is no parameter of the module: it has no name.
+    homes = [(twin, tensor, own.get(id(tensor))) for tensor, twin in pairs]
     paths = {
         id(inner): (name + ".").removeprefix(PREFIX).rstrip(".").replace(".", "/")
         for name, inner in wrapper.named_modules()
@@ -207,8 +206,6 @@ class _Group(torch.nn.Module):
 class _Repeat(torch.nn.Module):
     """Does again what a piece of the tape says."""
 
-    precision = FullPrecision()
-
     def __init__(self, piece: Piece, opaque: "_Opaque") -> None:
         super().__init__()
         self.piece = piece
@@ -287,11 +284,11 @@ def _export(tape: Tape, piece: Piece, opaque: _Opaque) -> _Exported:
     remaining = iter(piece.inputs)
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
-            inputs.append(next(remaining))
-            places[spec.arg.name] = inputs[-1]
+            places[spec.arg.name] = next(remaining)
+            inputs.append(places[spec.arg.name])
         elif spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
             inputs.append(spec.target)
-            literals[spec.target] = program.constants[spec.target]
+            literals[spec.target] = program.constants[spec.target]  # type: ignore[assignment]
         else:
             raise NotTaped(f"the exported piece takes a {spec.kind.name.lower()}")
     outputs = program.graph_signature.output_specs

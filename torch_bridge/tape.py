@@ -118,7 +118,7 @@ def record(
     module: torch.nn.Module,
     paths: Mapping[int, str],
     arguments: Sequence[torch.Tensor],
-    homes: Sequence[tuple[torch.Tensor, Any]],
+    homes: Sequence[tuple[torch.Tensor, torch.Tensor, Any]],
     mode: "WritesNoted",
 ) -> Tape:
     """Run a module on fake arguments and write down what it does.
@@ -127,8 +127,8 @@ def record(
         module: a function of flat tensors to flat tensors.
         paths: id of each submodule -> its slash-separated path.
         arguments: fake tensors of `mode`.
-        homes: parameters and buffers as the module holds them now (fake tensors of `mode`), each with its
-            name, or with the tensor whose values it has if it goes by no name.
+        homes: parameters and buffers as the module holds them now (fake tensors of `mode`), each with the
+            tensor that it stands for, and with its name; without a name it goes by its values.
         mode: where all fake tensors live.
 
     Raises:
@@ -137,8 +137,9 @@ def record(
     recorder = _Recorder(paths, mode)
     for slot, tensor in enumerate(arguments):
         recorder.meet(tensor, home=slot)
-    for tensor, home in homes:
-        recorder.meet(tensor, home=home)
+    for tensor, original, name in homes:
+        number = recorder.meet(tensor, home=original if name is None else name)
+        recorder.numbers[id(original)] = number
     with recorder.modules_noted(), _exporting(), mode, recorder:
         results = module.forward(*arguments)
     if recorder.stack != [recorder.root]:
@@ -161,6 +162,8 @@ class WritesNoted(Lending):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
+        if torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default:
+            raise NotTaped("a tensor that changes its shape")
         if schema.is_mutable:
             given = {**dict(zip([a.name for a in schema.arguments], args, strict=False)), **(kwargs or {})}
             for argument in schema.arguments:

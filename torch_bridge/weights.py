@@ -72,7 +72,7 @@ class Reader:
         source = self._files[name].get_slice(name)
         parts: dict[Any, np.ndarray] = {}
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             key = tuple((s.start, s.stop) for s in index)
             if key not in parts:
                 tensor = source[index] if index else self.whole(name)
@@ -235,7 +235,7 @@ def _write_file(path: Path, entries: Sequence[tuple[str, Any, torch.dtype]]) -> 
         file.write(text)
         for _, value, dtype in entries:
             tensor = to_torch(value, dtype=dtype).contiguous()
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def filled(

@@ -27,7 +27,7 @@ def _is_init(params: Any) -> bool:
 
 
 def _init_key(rng: Any) -> Any:
-    return jax.random.fold_in(rng, 0)
+    return None if rng is None else jax.random.fold_in(rng, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ class Placement:
             frozen, model_state, rng: as given to `init`. Leaves of the three trees that are functions are
                 called with fold_in(rng, 0) on the devices of their stage.
         """
-        key = None if rng is None else _init_key(rng)
+        key = _init_key(rng)
         if _is_init(params):
             placed = self._made(params, key)
         else:

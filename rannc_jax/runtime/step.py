@@ -133,7 +133,8 @@ class Step:
         """Plan (unless there is a plan), lay everything out, and place the state.
 
         Args:
-            params: a pytree of arrays, or `init_fn(key) -> pytree`, called with fold_in(rng, 0).
+            params: a pytree of arrays, or `init_fn(key) -> pytree`, called with fold_in(rng, 0). A model that
+                brings shapes and `initialisers` needs `rng` alone: each leaf is made where it lives.
             batch: a pytree of arrays or `jax.ShapeDtypeStruct`s; for forward-only functions the first
                 positional argument after params, `args` the others.
             model_state, frozen, rng: what the function takes. Steps use fold_in(rng, 1) as their key.

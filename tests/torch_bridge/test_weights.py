@@ -66,12 +66,11 @@ def moved(jax_module: torch_bridge.JaxModule) -> torch_bridge.JaxModule:
 def test_a_state_dict_goes_in_and_out_unchanged() -> None:
     module, jax_module = converted()
     other = moved(jax_module)
-    assert_equal(
-        jax_module.from_state_dict(other.to_state_dict(other.params)).to_state_dict(other.params),
-        other.to_state_dict(other.params),
-    )
-    module.load_state_dict(other.to_state_dict(other.params))
-    assert_equal(dict(module.state_dict()), other.to_state_dict(other.params))
+    values = other.to_state_dict(other.params)
+    back = jax_module.from_state_dict(values)
+    assert_equal(back.to_state_dict(back.params), values)
+    module.load_state_dict(values)
+    assert_equal(dict(module.state_dict()), values)
     assert module.head.weight is module.embed.weight
 
 
@@ -138,10 +137,8 @@ def test_what_does_not_belong_is_listed_at_once(tmp_path: Path) -> None:
     wrong = {**saved, "scale": torch.zeros(2), "extra": torch.zeros(1)}
     del wrong["norm.bias"], wrong["head.weight"]
     safetensors.save_file(wrong, tmp_path / "m.safetensors")
-    for load in (
-        lambda: jax_module.from_state_dict(wrong),
-        lambda: jax_module.load_safetensors(tmp_path / "m.safetensors"),
-    ):
+    file = tmp_path / "m.safetensors"
+    for load in (lambda: jax_module.from_state_dict(wrong), lambda: jax_module.load_safetensors(file)):
         with pytest.raises(BridgeError) as error:
             load()
         text = str(error.value)
@@ -160,9 +157,8 @@ def gpt2() -> Any:
 
 def test_a_trained_hugging_face_model_is_saved_by_its_own_means_and_by_ours(tmp_path: Path) -> None:
     transformers, module = gpt2()
-    jax_module = torch_bridge.convert(
-        module, kwargs={"input_ids": IDS.reshape(2, 4), "labels": IDS.reshape(2, 4)}
-    )
+    ids = IDS.reshape(2, 4)
+    jax_module = torch_bridge.convert(module, kwargs={"input_ids": ids, "labels": ids})
     step = rannc_jax.auto_partition(jax_module, optimizer=optax.sgd(0.1), num_stages=1, num_microbatches=1)
     state, _ = step(step.init(rng=jax.random.key(0)), jax_module.batch)
     trained = jax_module.to_state_dict(state)
@@ -171,9 +167,10 @@ def test_a_trained_hugging_face_model_is_saved_by_its_own_means_and_by_ours(tmp_
     assert_equal(
         dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "theirs").state_dict()), trained
     )
+    read = transformers.GPT2LMHeadModel.from_pretrained
     module.config.save_pretrained(tmp_path / "ours")
     jax_module.save_safetensors(state, tmp_path / "ours", shard_bytes=2000)
-    assert_equal(dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").state_dict()), trained)
+    assert_equal(dict(read(tmp_path / "ours").state_dict()), trained)
     loaded = jax_module.load_safetensors(tmp_path / "theirs")
     assert_equal(loaded.to_state_dict(loaded.params), trained)
     base = {k.removeprefix("transformer."): v for k, v in trained.items() if k != "lm_head.weight"}
