@@ -217,7 +217,7 @@ def _in_place(x: Any) -> Any:
     y.clamp_(-2, 2).sigmoid_()
     z.unfold(1, 2, 2)[..., 0].add_(y.unfold(1, 2, 2)[..., 1])
     out = torch.empty_like(y)
-    torch.add(y, z, out=out)
+    torch.add(y.detach(), z.detach(), out=out)
     y.fill_diagonal_(0.1)
     return y, z, out, part
 
