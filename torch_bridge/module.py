@@ -94,7 +94,11 @@ class JaxModule:
 
     @property
     def one_export(self) -> bool:
-        """Whether one program serves every batch size (else each size is exported when met)."""
+        """Whether one program serves every batch size (else each size is exported when met).
+
+        `programs.reason` says why not. A program with symbolic sizes (`programs.dynamic_reason`) may leave
+        some sizes to exports of their own: those that torch says are a case apart.
+        """
         return self.programs.reason is None
 
     def __repr__(self) -> str:
