@@ -96,8 +96,8 @@ def _attention_fwd(settings: Settings, *operands: Any) -> tuple[Any, Any]:
 
 def _attention_bwd(settings: Settings, residuals: Any, cotangent: Any) -> tuple[Any, ...]:
     operands, output, logsumexp = residuals
-    *_, allowed, seeds = operands
-    by_xla = partial(_backward, settings)
+    allowed, seeds = operands[4:]
+    by_xla: Any = partial(_backward, settings)
     if cudnn.takes(settings, *operands):
         rest = (*operands[:5], output, logsumexp, cotangent)
         by_cudnn = partial(cudnn.backward, settings)

@@ -57,7 +57,7 @@ def _row_sums(classes: Classes, logits: Any, target: Any, weight: Any) -> tuple[
 
 
 def _forward(classes: Classes, logits: Any, target: Any, weight: Any) -> tuple[Any, Any]:
-    sums = _row_sums(classes, logits, target, weight)
+    sums: Any = _row_sums(classes, logits, target, weight)
     logsumexp = checkpoint_name(sums[0], RESIDUAL)
     return (logsumexp, *sums[1:]), (logits, target, weight, logsumexp)
 

@@ -53,6 +53,7 @@ _ALONG = {
     _aten.mean.dim: 1, _aten.sum.dim_IntList: 1,
 }  # fmt: skip
 _BY_ROW = {_aten.linear.default, _aten.rms_norm.default, _aten.layer_norm.default, _aten.dropout.default}
+_OF_TABLES = {_aten._to_copy.default, _aten.alias.default, _aten.transpose.int, _aten.detach.default}
 _SHAPE_ONLY = {_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default}
 _POINTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.floor_divide.default}  # not tagged by torch
 _RESHAPES = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
@@ -157,16 +158,26 @@ class _Reader:
             return None if of_permutation else Role.SORTED
         return Role.INVERSE if of_permutation else Role.SOURCE
 
-    def gathered(self, args: tuple[Any, ...]) -> Role | None:
+    def gathered(self, args: Any) -> Role | None:
         index = args[1][0] if len(args) == 2 and len(args[1]) == 1 else args[2] if args[1:2] == (0,) else None
         if self.is_(args[0], Role.SORTED):
             return Role.BACK if self.is_(index, Role.INVERSE) else None
         if self.is_(args[0], *Role):
             return None
         # Rows by where they came from; a table (the biases of experts) by group.
-        return Role.SORTED if self.is_(index, Role.SOURCE, Role.SORTED) else None
+        by_group = self.is_(index, Role.SORTED) and self.is_table(args[0])
+        return Role.SORTED if by_group or self.is_(index, Role.SOURCE) else None
 
-    def scattered(self, args: tuple[Any, ...]) -> Role | None:
+    def is_table(self, value: Any) -> bool:
+        """An input of the graph, at most cast or transposed: not rows that were computed."""
+        while isinstance(value, Ref) and value.index >= self.graph.num_inputs:
+            node = self.graph.nodes[value.index - self.graph.num_inputs]
+            if node.operator not in _OF_TABLES:
+                return False
+            value = node.args[0]
+        return isinstance(value, Ref)
+
+    def scattered(self, args: Any) -> Role | None:
         base, *_ = args
         index, values = (args[1][0], args[2]) if isinstance(args[1], tuple) else (args[2], args[3])
         if self.is_(base, *Role) or not self.is_(index, Role.SOURCE):

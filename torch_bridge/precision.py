@@ -212,8 +212,8 @@ def _accelerator_regions_on_host() -> Iterator[None]:
         dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         original(self, "cpu", dtype, *args, **kwargs)
 
-    torch.autocast.__init__ = on_host  # type: ignore[method-assign]
+    torch.autocast.__init__ = on_host
     try:
         yield
     finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        torch.autocast.__init__ = original

@@ -149,6 +149,10 @@ def never_back(rows: torch.Tensor, out: torch.Tensor, *_: Any) -> torch.Tensor:
     return rows + out
 
 
+def rows_as_a_table(rows: torch.Tensor, out: torch.Tensor, order: Any, _: Any, chosen: Any) -> torch.Tensor:
+    return by_inverse(rows, out + rows[chosen], order)
+
+
 def over_all(rows: torch.Tensor, out: torch.Tensor, order: torch.Tensor, *_: Any) -> torch.Tensor:
     return by_inverse(rows, out.softmax(0), order)
 
@@ -172,7 +176,7 @@ def test_rows_that_are_put_back_are_independent_and_halves_prove_it(finish: Any)
 
 
 @pytest.mark.parametrize(
-    "finish", [meeting_other_rows, neighbours, balance, order_leaves, never_back, over_all]
+    "finish", [meeting_other_rows, neighbours, balance, order_leaves, never_back, over_all, rows_as_a_table]
 )
 def test_a_regrouping_that_lets_rows_meet_is_not_marked(finish: Any) -> None:
     marked, couplings, _ = look(finish)
