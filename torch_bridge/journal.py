@@ -124,7 +124,7 @@ class Journal:
 
     def is_written(self, tensor: torch.Tensor) -> bool:
         """Whether something has written a tensor since its memory was had."""
-        return len(self.recipe(self.view(tensor))) > 1
+        return any(self.entries[index].in_place for index in self.recipe(self.view(tensor)))
 
     def recipe(self, view: View) -> tuple[int, ...]:
         """Numbers of the entries that the values of a view follow from, in order."""

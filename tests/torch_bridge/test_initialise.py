@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -161,11 +161,17 @@ def assert_initialised_alike(make: Callable[[], torch.nn.Module]) -> tuple[dict[
     return made, real
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+def quick(names: Iterable[str], *fast: str) -> list[Any]:
+    """The others are slow: they compile more, and show the same."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, "bert", "llama", "vit", "resnet"))
 def test_first_values_are_distributed_as_the_constructor_draws_them(family: str) -> None:
     assert_initialised_alike(FAMILIES[family])
 
 
+@pytest.mark.slow
 def test_every_initialiser_of_torch_is_replayed() -> None:
     made, _ = assert_initialised_alike(ByHand)
     q = made["orthogonal"]
@@ -194,7 +200,7 @@ def test_tensors_held_as_plain_attributes_have_their_values() -> None:
     assert isinstance(fake.mask, torch._subclasses.FakeTensor)
 
 
-@pytest.mark.parametrize("build", ["fake_init", "meta"])
+@pytest.mark.parametrize("build", quick(["fake_init", "meta"], "fake_init"))
 def test_a_recurrent_layer_without_memory_is_converted(build: str) -> None:
     def make() -> torch.nn.Module:
         return torch.nn.LSTM(4, 4, num_layers=2, batch_first=True)
@@ -236,7 +242,7 @@ def llama() -> torch.nn.Module:
     return FAMILIES["llama"]()
 
 
-@pytest.mark.parametrize("build", list(WITHOUT_MEMORY))
+@pytest.mark.parametrize("build", quick(WITHOUT_MEMORY, "meta"))
 def test_a_module_without_memory_gives_the_program_of_a_real_one(build: str) -> None:
     with WITHOUT_MEMORY[build]():
         module = llama()

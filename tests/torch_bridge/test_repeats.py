@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any], int]] =
     "swin": (swin, pixels, 2),
     "wav2vec2": (wav2vec2, speech, 3),
 }
-QUICK = ("gpt2", "gemma2")
+QUICK = (("gpt2", "train"), ("gemma2", "eval"))
 
 
 def convert(module: torch.nn.Module, kwargs: Any, worthwhile: int, patch: pytest.MonkeyPatch) -> Any:
@@ -156,9 +156,13 @@ def assert_same(stamped: Program, whole: Program) -> None:
         assert f"{one.path}/".startswith(outer), (one.operator, one.path, other.path)
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+    "name, mode",
+    [
+        (n, m) if (n, m) in QUICK else pytest.param(n, m, marks=pytest.mark.slow)
+        for n in CASES
+        for m in ("train", "eval")
+    ],
 )
 def test_stamped_blocks_give_the_program_of_the_whole_export(
     name: str, mode: str, monkeypatch: pytest.MonkeyPatch
