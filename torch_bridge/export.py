@@ -106,9 +106,8 @@ class Exportable(torch.nn.Module):
 
 def _number_as_tensor(leaf: Any) -> Any:
     """A number that depends on data (`x.sum().item()`) leaves as a tensor without dims."""
-    if isinstance(leaf, torch.SymInt | torch.SymBool):
-        return torch.scalar_tensor(leaf, dtype=torch.int64 if isinstance(leaf, torch.SymInt) else torch.bool)
-    return torch.scalar_tensor(leaf) if isinstance(leaf, torch.SymFloat) else leaf
+    dtypes = {torch.SymInt: torch.int64, torch.SymBool: torch.bool, torch.SymFloat: None}
+    return torch.scalar_tensor(leaf, dtype=dtypes[type(leaf)]) if type(leaf) in dtypes else leaf
 
 
 def _leaf_record(leaf: Any) -> Any:

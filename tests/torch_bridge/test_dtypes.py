@@ -27,6 +27,7 @@ def test_whole_numbers_keep_torchs_rules() -> None:
             "least of what is positive": lambda a, b: torch.where(a > 0, a, highest).amin(),
             "least of a masked tensor": lambda a, b: a.masked_fill(a < 2, highest).amin(),
             "linspace": lambda a, b: torch.linspace(-5, 4, 7, dtype=torch.int64),
+            "linspace of one": lambda a, b: torch.linspace(-2, 4, 1, dtype=torch.int64),
             "bool product": lambda a, b: (a > 0).prod(),
             "uint8 wraps": lambda a, b: a.to(torch.uint8) * 200,
             "int8 wraps": lambda a, b: a.to(torch.int8) * 100,

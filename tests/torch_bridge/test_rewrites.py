@@ -35,7 +35,9 @@ def test_ctc_loss_matches_torch_with_repeats_and_lengths_and_in_every_reduction(
 
 def test_ctc_loss_of_a_path_that_does_not_exist_is_infinite_or_zero_as_asked() -> None:
     (x,) = seeded((3, 2, 4))
-    labels, times, lengths = torch.tensor([[1, 1, 2], [1, 2, 3]]), [3, 3], [3, 3]
+    labels = torch.tensor([[1, 1, 2], [1, 2, 3]])
+    times: Any = [3, 3]
+    lengths: Any = [3, 3]
 
     def loss(zero: bool) -> Any:
         return lambda x, labels: functional.ctc_loss(

@@ -122,10 +122,11 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -
     wanted = _dtype_of(0.0, dtype)
     if not jnp.issubdtype(wanted, jnp.integer):
         return jnp.linspace(start, end, steps, dtype=wanted)
-    # torch counts from both ends in double precision and cuts towards zero.
+    # torch counts from both ends, themselves whole, in double precision and cuts towards zero.
     xp = jnp if isinstance(start, jax.Array) or isinstance(end, jax.Array) else np
+    start, end = xp.trunc(start), xp.trunc(end)
     index, step = xp.arange(steps), (end - start) / max(steps - 1, 1)
-    points = xp.where(index < steps // 2, start + step * index, end - step * (steps - 1 - index))
+    points = xp.where(index < max(steps // 2, 1), start + step * index, end - step * (steps - 1 - index))
     return jnp.asarray(xp.trunc(points), wanted)
 
 
