@@ -43,7 +43,7 @@ class WatchedForward(TorchFunctionMode):
     """Calls on tensors that a graph cannot hold: made into ones that it can, or refused."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = _WATCHED.get(func) or rewritten(func) or func
+        call: Any = _WATCHED.get(func) or rewritten(func) or func
         if torch.is_grad_enabled() or not _autocasting():
             return call(*args, **(kwargs or {}))
         _refuse_silent_write(func, args)

@@ -24,6 +24,10 @@ from torch_bridge.errors import BridgeError, message
 from torch_bridge.signature import source_line
 
 _aten = torch.ops.aten
+_MAY_RETURN_ITSELF = {
+    *(_aten.to, _aten.contiguous, _aten.dropout, _aten.flatten, _aten.positive, _aten.real, _aten.conj),
+    *(_aten.resolve_conj, _aten.resolve_neg, _aten.atleast_1d, _aten.atleast_2d, _aten.atleast_3d),
+}
 _NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
@@ -85,13 +89,14 @@ def _guard_region(graph_module: GraphModule, node: Node) -> None:
         _keep_history(graph_module.graph, node, operand)
     for result in list(node.users):  # a written input that is returned is that input
         if result.target is operator.getitem and result.args[1] in returned:
-            result.replace_all_uses_with(operands[returned[result.args[1]]])
+            result.replace_all_uses_with(operands[returned[int(result.args[1])]])  # type: ignore[arg-type]
 
 
 def _written_inputs(body: GraphModule) -> tuple[list[int], dict[int, int]]:
     """Positions of the inputs that a body writes, also through views and in regions of its own.
 
-    Beside them: position of a result -> position of the input that it is, after a write.
+    Beside them: position of a result -> position of the input that it is, after a write or a conversion
+    that has nothing to convert.
     """
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
     memory: dict[Any, Node] = {node: node for node in placeholders}  # whose memory a value shares
@@ -101,6 +106,8 @@ def _written_inputs(body: GraphModule) -> tuple[list[int], dict[int, int]]:
         targets = _written(node)
         if targets and targets[0] in itself:
             itself[node] = itself[targets[0]]
+        elif _returns_itself(node) and node.args[0] in itself:
+            itself[node] = memory[node] = itself[node.args[0]]
         if (viewed := _viewed(node)) in memory:
             memory[node] = memory[viewed]
         for inner in bodies(body, node) if node.target in (_NO_GRAD, _AUTOCAST) else ():
@@ -113,6 +120,21 @@ def _written_inputs(body: GraphModule) -> tuple[list[int], dict[int, int]]:
         [placeholders.index(node) for node in found],
         {i: placeholders.index(node) for i, node in results.items()},
     )
+
+
+def _returns_itself(node: Node) -> bool:
+    """Whether torch returns the tensor it is given, with its history, as `x.to(x.dtype)` does."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return False
+    source = node.args[0]
+    if node.target.overloadpacket not in _MAY_RETURN_ITSELF or not isinstance(source, Node):
+        return False
+    given, made = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    if node.target is _aten.dropout.default and node.args[2]:
+        return False
+    return given.shape == made.shape and given.dtype == made.dtype and True not in node.args[2:]
 
 
 def _viewed(node: Node) -> Node | None:

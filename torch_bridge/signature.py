@@ -194,6 +194,9 @@ def read_graph(fx_graph: torch.fx.Graph, owner: torch.nn.Module) -> Graph:
 def _read_node(node: torch.fx.Node, args: Any, kwargs: Any) -> Node:
     value = node.meta.get("val")
     many = isinstance(value, tuple | list)
+    if node.target is torch.ops.higher_order.flex_attention:
+        # Blocks only say where a mask is false: without them, nothing computes them.
+        args = (*args[:4], (*(None for _ in args[4][:-1]), args[4][-1]), *args[5:])
     return Node(
         operator=node.target,
         args=args,

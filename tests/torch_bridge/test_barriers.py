@@ -103,6 +103,14 @@ def views_under_no_grad(x: Any, w: Any) -> Any:
     return same * x, x @ view, flat * y.view(-1)
 
 
+def nothing_to_convert(x: Any, w: Any) -> Any:
+    y = torch.sin(x @ w)
+    with torch.no_grad():
+        same = y.float().contiguous()
+        mean = F.dropout(y, 0.5, training=False).mean(0)
+    return y * mean, same @ w
+
+
 def enabled_inside(x: Any, w: Any) -> Any:
     with torch.no_grad():
         with torch.enable_grad():
@@ -141,6 +149,7 @@ BARRIERS: dict[str, Callable[..., Any]] = {
         write_through_detach,
         straight_through,
         views_under_no_grad,
+        nothing_to_convert,
         enabled_inside,
         not_reentrant,
         no_grad_in_a_checkpoint,

@@ -142,8 +142,6 @@ def test_a_number_taken_out_for_a_log_does_no_harm() -> None:
     assert float(converted.apply({}, {}, torch.ones(2, 3))[0].sum()) == 12.0
 
 
-def test_lazy_and_scripted_modules_are_told_apart() -> None:
-    with pytest.warns(UserWarning, match="Lazy modules"):
-        lazy = nn.LazyLinear(3)
+def test_lazy_parameters_are_told() -> None:
     with pytest.raises(BridgeError, match="lazy parameters"):
-        convert(lazy, (torch.ones(4, 3),))
+        convert(nn.LazyLinear(3), (torch.ones(4, 3),))

@@ -35,7 +35,7 @@ DRAWS: dict[str, tuple[Any, float, float]] = {
     "geometric_": (lambda x: x.clone().geometric_(0.5), 2.0, 2.0),
     "log_normal_": (lambda x: x.clone().log_normal_(0.0, 0.25), 1.0317, 0.0687),
     "dropout": (lambda x: F.dropout(x, 0.25), 1.0, 1 / 3),
-    "alpha_dropout": (lambda x: F.alpha_dropout(x * 0, 0.25), 0.0, 0.578),
+    "alpha_dropout": (lambda x: F.alpha_dropout(x * 0, 0.25, training=True), 0.0, 0.4359),
     "dropout1d": (lambda x: F.dropout1d(x[:, :, None].expand(-1, -1, 2), 0.5), 1.0, 1.0),
     "rrelu": (lambda x: F.rrelu(-x, 0.1, 0.3, training=True), -0.2, 0.04 / 12),
     "multinomial": (lambda x: torch.multinomial(x[:, :4], 3000, replacement=True).float(), 1.5, 1.25),

@@ -255,7 +255,7 @@ class _Positions:
         sizes = [max(size, *(s.shape[dim] for s in scores), 1) for dim, size in enumerate(sizes)]
         scores = tuple(jnp.broadcast_to(s, sizes) for s in scores)
         for dim in reversed(range(4)):
-            axes = [None] * 4
+            axes: list[int | None] = [None] * 4
             axes[dim] = 0
             function = jax.vmap(function, in_axes=(*(0 for _ in scores), *axes))
         return function(*scores, *(jnp.arange(size, dtype=np.int32) for size in sizes))
