@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from torch_bridge import lowerings  # noqa: F401 - fills the registry
 from torch_bridge.errors import BridgeError, message
@@ -96,6 +97,14 @@ def _check_call(module: Any, args: Any) -> None:
         )
     if not isinstance(module, torch.nn.Module):
         raise BridgeError(message(f"got a {type(module).__qualname__}, expected a torch.nn.Module."))
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise BridgeError(
+            message(
+                f"the module has lazy parameters without a shape: {', '.join(lazy[:5])}.",
+                hint="call it once, module(*args), before convert",
+            )
+        )
     if not isinstance(args, tuple | list):
         raise BridgeError(
             message(f"args is a {type(args).__qualname__}, expected a tuple.", hint="convert(module, (x,))")

@@ -45,11 +45,6 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "forward moves a tensor to a GPU.",
         "leave devices to JAX: drop .cuda() and .to('cuda'), make new tensors with device=x.device",
     ),
-    (
-        r"uninitialized parameter|UninitializedParameter",
-        "the module has lazy parameters without a shape.",
-        "call it once, module(*args), before convert",
-    ),
 )
 
 

@@ -5,7 +5,7 @@ of batch rows are `Affine` literals, so one program serves every batch size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -71,6 +71,26 @@ class Graph:
                 node = self.nodes[position]
                 live |= {ref.index for ref in refs((node.args, node.kwargs))}
         return tuple(reversed(kept))
+
+    def pruned(self) -> "Graph":
+        """The same graph without nodes that no output depends on."""
+        kept = self.needed(self.outputs)
+        if len(kept) == len(self.nodes):
+            return self
+        number = {position + self.num_inputs: self.num_inputs + k for k, position in enumerate(kept)}
+
+        def renumbered(leaf: Any) -> Any:
+            return Ref(number.get(leaf.index, leaf.index)) if isinstance(leaf, Ref) else leaf
+
+        def moved(node: Node) -> Node:
+            args, kwargs = map_leaves(renumbered, node.args), map_leaves(renumbered, node.kwargs)
+            return replace(node, args=args, kwargs=kwargs)
+
+        return replace(
+            self,
+            nodes=tuple(moved(self.nodes[position]) for position in kept),
+            outputs=tuple(map_leaves(renumbered, output) for output in self.outputs),
+        )
 
     def between(self, inputs: Sequence[int], outputs: Sequence[Any]) -> tuple[int, ...]:
         """Positions of the nodes on the way from these values (by number) to the outputs, in order."""

@@ -5,6 +5,7 @@ from values, and some have no shape rule. While a module is exported, calls of t
 here, which compute the same. Where no torch operator says it, one of ours stands in the graph.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -89,22 +90,23 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     return loss if reduction == "none" else getattr(loss, reduction)()
 
 
-@torch.library.custom_op("torch_bridge::ctc_loss", mutates_args=())
-def ctc_losses(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    """One loss a sequence; log_probs `[time, batch, classes]`."""
-    return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
+@functools.cache
+def ctc_losses() -> Any:
+    """An operator for one loss a sequence; log_probs `[time, batch, classes]`."""
 
+    @torch.library.custom_op("torch_bridge::ctc_loss", mutates_args=())
+    def losses(
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: torch.Tensor,
+        target_lengths: torch.Tensor,
+        blank: int,
+        zero_infinity: bool,
+    ) -> torch.Tensor:
+        return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
 
-@ctc_losses.register_fake
-def _(log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
+    losses.register_fake(lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]))
+    return losses
 
 
 def ctc_loss(
@@ -124,7 +126,7 @@ def ctc_loss(
         torch.as_tensor(given, dtype=torch.int64, device=targets.device).reshape(-1)
         for given in (input_lengths, target_lengths)
     ]
-    loss = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
+    loss = ctc_losses()(log_probs, targets, *lengths, blank, zero_infinity)
     named = {0: "none", 1: "mean", 2: "sum"}.get(reduction, reduction)  # type: ignore[call-overload]
     if named == "mean":
         loss = loss / lengths[1].clamp_min(1).to(loss.dtype)
@@ -132,18 +134,22 @@ def ctc_loss(
     return _reduced(loss, named)
 
 
-@torch.library.custom_op("torch_bridge::least_squares", mutates_args=())
-def least_squares(a: torch.Tensor, b: torch.Tensor, rcond: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the solution of least norm, the rank); singular values up to rcond of the largest count as 0."""
-    inverse = torch.linalg.pinv(a, rtol=rcond)
-    return inverse @ b, torch.linalg.matrix_rank(a, rtol=rcond)
+@functools.cache
+def least_squares() -> Any:
+    """An operator: (solution of least norm, rank); singular values up to rcond of the largest count as 0."""
 
+    @torch.library.custom_op("torch_bridge::least_squares", mutates_args=())
+    def solved(a: torch.Tensor, b: torch.Tensor, rcond: float) -> tuple[torch.Tensor, torch.Tensor]:
+        inverse = torch.linalg.pinv(a, rtol=rcond)
+        return inverse @ b, torch.linalg.matrix_rank(a, rtol=rcond)
 
-@least_squares.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, rcond: float) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    solution = b.new_empty(*batch, a.shape[-1], b.shape[-1])
-    return solution, a.new_empty(a.shape[:-2], dtype=torch.int64)
+    @solved.register_fake
+    def _(a: torch.Tensor, b: torch.Tensor, rcond: float) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        solution = b.new_empty(*batch, a.shape[-1], b.shape[-1])
+        return solution, a.new_empty(a.shape[:-2], dtype=torch.int64)
+
+    return solved
 
 
 def lstsq(
@@ -168,7 +174,7 @@ def lstsq(
     right = b.unsqueeze(-1) if vector else b
     unset = torch.finfo(a.dtype).eps * max(rows, columns)
     full_rank = driver == "gels"
-    solution, rank = least_squares(a, right, 0.0 if full_rank else unset if rcond is None else rcond)
+    solution, rank = least_squares()(a, right, 0.0 if full_rank else unset if rcond is None else rcond)
     residuals = b.new_empty(0).real
     if full_rank and rows > columns:
         error = a @ solution - right

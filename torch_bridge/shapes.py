@@ -71,7 +71,7 @@ def _resize(tensor: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     if tensor.shape[dim] == rows:
         return tensor
     index = torch.arange(rows, device=tensor.device) % max(tensor.shape[dim], 1)
-    return tensor.detach().index_select(dim, index)
+    return tensor.detach().index_select(dim, index).requires_grad_(tensor.requires_grad)
 
 
 def merge(small: Graph, large: Graph, rows: tuple[int, int]) -> Graph:

@@ -21,7 +21,8 @@ _aten = torch.ops.aten
 
 
 def simplify(graph: Graph, input_shapes: tuple[tuple[int, ...], ...]) -> Graph:
-    """Replace position-by-position indexing by reshapes, and expanded attention masks by what they expand."""
+    """Leave out what no output needs, and write indexing and masks as what they mean (see above)."""
+    graph = graph.pruned()
     nodes = (_reshaped(graph, node, input_shapes) for node in graph.nodes)
     graph = replace(graph, nodes=tuple(_with_small_mask(graph, node, input_shapes) for node in nodes))
     return mark_regrouped(without_upcasts(graph), input_shapes)

@@ -69,7 +69,8 @@ def _taped(
     }
     try:
         with exporting():
-            return record(wrapper, paths, [mode.twin(tensor.detach()) for tensor in tensors], homes, mode)
+            twins = [mode.twin(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
+            return record(wrapper, paths, twins, homes, mode)
     except Exception:
         return None
 

@@ -98,9 +98,9 @@ def test_a_module_that_cannot_be_exported_at_all_is_tried_once_or_twice() -> Non
             calls.append(1)
             return x + 1 if x.sum() > 0 else x
 
-    with pytest.raises(ValueError, match="cannot follow this module"):
+    with pytest.raises(ValueError, match="needs the value of a tensor"):
         convert(Branches(), (torch.randn(3, 4),))
-    assert len(calls) <= 2
+    assert len(calls) <= 4  # a try runs forward twice: to look for blocks that repeat, and to export
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,6 @@ class Loop(nn.Module):
         return x
 
 
-class Item(nn.Module):
-    def forward(self, x: Any) -> Any:
-        return x * x.max().item()
-
-
 class Check(nn.Module):
     def forward(self, x: Any) -> Any:
         assert (x < 100).all(), "too large"
@@ -90,7 +85,6 @@ IN_PYTHON, SHAPE = "needs the value of a tensor in Python", "shape depends on th
 CASES: list[tuple[Callable[[], nn.Module], str, str, str]] = [
     (Branch, IN_PYTHON, "if x.mean() > 0", "torch.where"),
     (Loop, IN_PYTHON, "while x.norm() < 10", "scan for a loop"),
-    (Item, IN_PYTHON, "x.max().item()", "keep it a tensor"),
     (Check, IN_PYTHON, "assert (x < 100).all()", "keep it a tensor"),
     (Size, IN_PYTHON, "torch.zeros(int(x.abs().max()))", "keep it a tensor"),
     (Numpy, IN_PYTHON, "x.detach().numpy()", "keep it a tensor"),

@@ -99,7 +99,9 @@ def test_least_squares_whose_residuals_depend_on_the_rank_are_refused() -> None:
     [lambda x: x[x > 0], lambda x: x.nonzero(), torch.unique, lambda x: torch.masked_select(x, x > 0)],
 )
 def test_a_shape_that_depends_on_values_is_refused_at_convert_with_the_line(select: Any) -> None:
-    with pytest.raises(torch_bridge.BridgeError, match=r"depends on values[\s\S]*oracle\.py:\d+[\s\S]*try"):
+    with pytest.raises(
+        torch_bridge.BridgeError, match=r"depends on the values[\s\S]*oracle\.py:\d+[\s\S]*try"
+    ):
         torch_bridge.convert(Calls([select]), tuple(seeded((5,))))
 
 
@@ -116,6 +118,11 @@ def test_a_number_taken_out_of_a_tensor_stays_an_array() -> None:
     np.testing.assert_allclose(largest, want[1], rtol=1e-6)
     assert position.dtype == jnp.int32
     assert int(position) == want[2]
+
+
+def test_a_number_taken_out_of_a_tensor_has_no_gradient() -> None:
+    x = seeded((3, 4))[0].requires_grad_()
+    assert_same_functions({"item": lambda x: x * x.abs().max().item()}, [x])
 
 
 def test_an_inverse_inside_a_composite_operator_leaves_no_token_behind() -> None:

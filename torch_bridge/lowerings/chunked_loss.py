@@ -2,20 +2,18 @@
 
 torch's operator computes the gradients in its forward and returns them beside the loss for its own
 backward. JAX differentiates the loss itself, recomputing the logits of each chunk; the places of those
-gradients hold zeros. The operators exist from torch 2.13 on, once their module is imported.
+gradients hold zeros. The operators exist from torch 2.13 on, once torch has imported their module.
 """
 
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from torch_bridge.lowerings.loss import NONE, cross_entropy
 from torch_bridge.lowerings.matmul import linear
-from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.registry import lowering_by_name
 
 
 def _losses(
@@ -71,8 +69,5 @@ def _without_reduction(
     return _losses(x, weight, target, bias, class_weight, ignore_index, chunk).astype(x.dtype)
 
 
-_MODULE = "torch.nn.modules.linear_cross_entropy"
-if importlib.util.find_spec(_MODULE) is not None:
-    importlib.import_module(_MODULE)
-    lowering(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)(linear_cross_entropy)
-    lowering(torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default)(_without_reduction)
+lowering_by_name("torch_nn::_linear_cross_entropy_batch_chunked")(linear_cross_entropy)
+lowering_by_name("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")(_without_reduction)

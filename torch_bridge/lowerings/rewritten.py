@@ -3,24 +3,19 @@
 from typing import Any
 
 import jax.numpy as jnp
-import torch
 from jax import lax
 
-from torch_bridge import rewrites
 from torch_bridge.lowerings.linalg import matrix_rank
-from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.registry import lowering_by_name
 from torch_bridge.lowerings.solve import pinv_tensor
 
-ops = torch.ops.torch_bridge
-assert rewrites, "registers the operators"
 
-
-@lowering(ops.least_squares.default)
+@lowering_by_name("torch_bridge::least_squares")
 def least_squares(a: Any, b: Any, rcond: float) -> tuple[Any, Any]:
     return pinv_tensor(a, rtol=rcond) @ b, matrix_rank(a, rtol=rcond)
 
 
-@lowering(ops.ctc_loss.default)
+@lowering_by_name("torch_bridge::ctc_loss")
 def ctc_loss(
     log_probs: Any,
     targets: Any,
