@@ -16,6 +16,13 @@ from torch_bridge.errors import BridgeError, message
 from torch_bridge.signature import PREFIX
 
 _NUMBERS = (int, float)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+_ABSENT = object()
 
 
 @contextlib.contextmanager
@@ -35,6 +42,29 @@ def watched_attributes(root: nn.Module) -> Iterator[None]:
         changed = [key for key, value in _numbers(module).items() if numbers.get(key, value) != value]
         if changed:
             _warn(f"forward changes {', '.join(_path(name, key) for key in changed)}", "keeps the old values")
+
+
+@contextlib.contextmanager
+def unchanged(root: nn.Module) -> Iterator[None]:
+    """Undo what forward does to hooks and Python attributes, both or neither.
+
+    Code that installs hooks in its first forward notes so in an attribute: hooks that stay while the note is
+    lost would be installed once more in every forward, and would be left behind on the user's module.
+    """
+    before = [(m, dict(vars(m)), {key: dict(getattr(m, key)) for key in _HOOKS}) for m in root.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, hooks in before:
+            for key, value in list(vars(module).items()):
+                if not isinstance(value, torch.Tensor) and attributes.get(key, _ABSENT) is not value:
+                    if key in attributes:
+                        vars(module)[key] = attributes[key]
+                    else:
+                        del vars(module)[key]
+            for key, kept in hooks.items():
+                getattr(module, key).clear()
+                getattr(module, key).update(kept)
 
 
 def recomputes_attributes(root: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.attributes import recomputes_attributes, watched_attributes
+from torch_bridge.attributes import recomputes_attributes, unchanged, watched_attributes
 from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks
 from torch_bridge.decompose import drop_checks, open_unlowered
 from torch_bridge.errors import BridgeError
@@ -95,7 +95,7 @@ class Exportable(torch.nn.Module):
         return tuple(flat)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor | None]:
-        with WatchedForward(), LayerDropOff(), watched_attributes(self):
+        with unchanged(self), WatchedForward(), LayerDropOff(), watched_attributes(self):
             args, kwargs = self.inputs.call(tensors, for_loss=False)
             outputs = self.module(*args, **kwargs)
             if self.loss is None:

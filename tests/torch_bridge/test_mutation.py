@@ -155,3 +155,33 @@ def test_parametrised_weights_have_torchs_gradients(make: Callable[[], nn.Module
     _, gradients, _ = loss_and_gradients(converted, converted.batch, **extra)
     (module(x) * y).sum().backward()
     assert_same_gradients(gradients, module)
+
+
+SEEN: list[torch.Tensor] = []
+
+
+class Collects(nn.Module):
+    """Installs a hook in its first forward, notes so, and returns what the hook has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.installed = False
+
+    def forward(self, x: Any) -> Any:
+        if not self.installed:
+            self.linear.register_forward_hook(lambda module, args, out: SEEN.append(out))
+            self.installed = True
+        SEEN.clear()
+        return self.linear(x), tuple(SEEN)
+
+
+def test_hooks_that_forward_installs_are_not_left_behind() -> None:
+    module, x = Collects(), torch.randn(3, 3)
+    converted = convert(module, (x,))
+    assert not module.linear._forward_hooks
+    assert not module.installed
+    for rows in (3, 5):
+        (_, seen), _ = converted.apply(converted.params, converted.buffers, jnp.ones((rows, 3)))
+        assert [value.shape for value in seen] == [(rows, 3)]
+    assert len(module(x)[1]) == 1
