@@ -32,7 +32,7 @@ def watched_attributes(root: nn.Module) -> Iterator[None]:
     Raises:
         BridgeError: for parameters that forward assigns, and buffers that change shape or dtype.
     """
-    modules = dict(root.named_modules())
+    modules = _plain_modules(root)
     before = {name: (dict(m._buffers), dict(m._parameters), _numbers(m)) for name, m in modules.items()}
     yield
     for name, module in modules.items():
@@ -51,7 +51,10 @@ def unchanged(root: nn.Module) -> Iterator[None]:
     Code that installs hooks in its first forward notes so in an attribute: hooks that stay while the note is
     lost would be installed once more in every forward, and would be left behind on the user's module.
     """
-    before = [(m, dict(vars(m)), {key: dict(getattr(m, key)) for key in _HOOKS}) for m in root.modules()]
+    before = [
+        (m, dict(vars(m)), {key: dict(getattr(m, key)) for key in _HOOKS})
+        for m in _plain_modules(root).values()
+    ]
     try:
         yield
     finally:
@@ -71,6 +74,11 @@ def recomputes_attributes(root: nn.Module) -> bool:
     """Whether weights are plain attributes that hooks compute before each forward (weight_norm, pruning)."""
     hooks = [hook for module in root.modules() for hook in module._forward_pre_hooks.values()]
     return any(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks)
+
+
+def _plain_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """All but scripted ones, whose attributes are not Python's."""
+    return {name: m for name, m in root.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:

@@ -44,6 +44,8 @@ def from_repeats(
         names: its own tensors.
         tensors: example arguments.
     """
+    if any(isinstance(inner, torch.jit.ScriptModule) for inner in wrapper.modules()):
+        return None  # their tensors cannot be lent
     mode = WritesNoted()
     with lent(wrapper, mode, concrete) as pairs, wrapper.precision.region():
         tape = _taped(wrapper, names, tensors, pairs, mode)
