@@ -18,9 +18,6 @@ from tests.parity.oracle import SEED, Outcome, reference
 
 NUM_STEPS = 2
 
-# Float32 is float32, on devices too that would rather multiply in fewer bits.
-jax.config.update("jax_default_matmul_precision", "highest")
-
 # Devices on which a few flops take long and calls and links are free: the planner then balances work, and
 # every stage of these tiny networks gets a share of it.
 _DEVICE = DeviceSpec(

@@ -32,6 +32,8 @@ from tests.parity.play import play
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
+    # Float32 is float32, on devices too that would rather multiply in fewer bits.
+    jax.config.update("jax_default_matmul_precision", "highest")
     done = {} if not options.out.exists() else read(options.out)
     kept = {name for name, record in done.items() if not (options.redo_failed and record["problems"])}
     wanted = [case for case in ALL_CASES if options.only in str(case) and fits(case)]
