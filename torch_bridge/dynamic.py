@@ -6,13 +6,15 @@ fixed sizes, and torch states for which numbers of rows the program holds: a ran
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.export import Dim
 
+from torch_bridge.errors import BridgeError, message
+from torch_bridge.program import Graph
 from torch_bridge.shapes import BatchDims
 
 
@@ -61,17 +63,36 @@ class _Sized:
         return 0
 
 
-def rows_to_show(tensors: Sequence[torch.Tensor], rows: int) -> int:
-    """A number of rows that is none of the other sizes, nor so small that half of it is 1.
+def rows_to_show(
+    tensors: Sequence[torch.Tensor], dims: BatchDims, held: Iterable[torch.Tensor], rows: int
+) -> int:
+    """A number of rows that is no other size of the call or of what the module holds, nor very small.
 
-    Where sizes meet, torch takes them for the same one.
+    Where sizes meet, torch takes them for the same one; and a size that torch has fixed at this number
+    gives itself away (`refuse_fixed_rows`).
     """
-    taken = {size for tensor in tensors for size in tensor.shape}
-    return rows if rows >= _ENOUGH else next((p for p in _PRIMES if p not in taken), rows)
+    taken = {size for tensor in held for size in tensor.shape}
+    for tensor, dim in zip(tensors, dims, strict=True):
+        taken |= {size for d, size in enumerate(tensor.shape) if d != dim}
+    suits = rows >= _ENOUGH and rows not in taken
+    return rows if suits else next((p for p in _PRIMES if p not in taken), rows)
 
 
-_ENOUGH = 4
-_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37)
+_ENOUGH = 4  # half of it is not 1, which torch treats as special
+_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+
+def refuse_fixed_rows(graph: Graph, rows: int) -> None:
+    """See that no tensor of a program with symbolic sizes has a dim fixed at the example's rows.
+
+    torch puts a number in the place of a symbol where it writes through a view, and does not say so.
+
+    Raises:
+        BridgeError: for the first such tensor; the program does not hold for other numbers of rows.
+    """
+    for node in graph.nodes:
+        if node.shape is not None and rows in node.shape:
+            raise BridgeError(message(f"torch fixes the rows in {node.operator}.", f"at {node.source}"))
 
 
 def symbolic(dims: BatchDims) -> Any:

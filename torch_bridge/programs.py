@@ -16,7 +16,7 @@ import torch
 
 from torch_bridge import shapes
 from torch_bridge.capture import refuse_gradient_hooks
-from torch_bridge.dynamic import Validity, rows_to_show, symbolic, validity
+from torch_bridge.dynamic import Validity, refuse_fixed_rows, rows_to_show, symbolic, validity
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.export import Exportable, OutputTree, export
 from torch_bridge.fake import lent
@@ -254,11 +254,13 @@ def _for_any_rows(
 
 def _symbolic(wrapper: Exportable, names: Names, tensors: Sequence[torch.Tensor], dims: BatchDims) -> Program:
     """One export with symbolic batch dims."""
-    rows = rows_to_show(tensors, _stated_rows(tensors, dims))
+    held = itertools.chain(wrapper.parameters(), wrapper.buffers())
+    rows = rows_to_show(tensors, dims, held, _stated_rows(tensors, dims))
     # Copies: torch leaves marks on tensors that it made symbolic.
     tensors = [tensor.detach().clone() for tensor in shapes.resized(tensors, dims, rows)]
     parts, exported = _whole(wrapper, names, tensors, symbolic(dims))
     program = _read(wrapper, parts, rows, num_copies=0)
+    refuse_fixed_rows(program.graph, rows)
     return replace(program, any_rows=True, validity=validity(exported, tensors, dims))
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_bridge import convert
+from torch_bridge import BridgeError, convert
+from torch_bridge.dynamic import refuse_fixed_rows
+from torch_bridge.program import Graph, Node, Ref
 from torch_bridge.shapes import batch_dim_candidates
 
 
@@ -74,9 +76,9 @@ def test_another_length_has_symbolic_rows_as_well() -> None:
 
 def test_rows_beyond_what_torch_says_are_exported_on_their_own() -> None:
     module = Branch()
-    converted = convert(module, (torch.randn(4, 4),))
+    converted = convert(module, (torch.randn(6, 4),))
     assert converted.programs.first.validity is not None
-    for rows in (1, 2, 3, 4, 5, 8):
+    for rows in (1, 2, 3, 6, 5, 8):
         assert_same_at(converted, module, rows)
     exported = {program.rows for program in converted.programs.cache.values() if not program.any_rows}
     assert exported == {1, 2, 3, 5}
@@ -88,6 +90,27 @@ def test_what_torch_refuses_to_make_symbolic_is_exported_again() -> None:
     assert "depends on the number of rows" in (converted.programs.reason or "")
     for rows in (1, 3, 5):
         assert_same_at(converted, Spelt(), rows)
+
+
+def test_rows_that_torch_fixes_without_saying_so_are_seen() -> None:
+    """Happens where in-place writes through several views meet (the zoo has such a network)."""
+
+    def graph(shape: tuple[int, ...] | None) -> Graph:
+        node = Node(
+            operator=torch.ops.aten.view.default,
+            args=(Ref(0), (7, 8)),
+            kwargs={},
+            path="",
+            source="net.py:3",
+            dtypes=(torch.float32,),
+            shape=shape,
+        )
+        return Graph(num_inputs=1, nodes=(node,), outputs=(Ref(1),))
+
+    refuse_fixed_rows(graph(None), rows=7)  # a symbolic size
+    refuse_fixed_rows(graph((5, 8)), rows=7)
+    with pytest.raises(BridgeError, match=r"torch fixes the rows in aten\.view\.default"):
+        refuse_fixed_rows(graph((7, 8)), rows=7)
 
 
 def test_a_module_that_cannot_be_exported_at_all_is_tried_once_or_twice() -> None:
