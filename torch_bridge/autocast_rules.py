@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
-from torch_bridge.precision import LOWER, WIDEST, Rule
+from torch_bridge.precision import Rule, cast, rule_of_name
 
 _aten = torch.ops.aten
 
@@ -32,9 +31,7 @@ def rule_of(operator: Any) -> Rule | None:
         return _WHOLE[name]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCUDA"):
         return None
-    if name in LOWER:
-        return Rule.LOWER
-    return Rule.WIDEST if name in WIDEST else Rule.FLOAT32
+    return rule_of_name(name)
 
 
 def apply_rules(body: GraphModule, dtype: torch.dtype) -> None:
@@ -55,16 +52,5 @@ def run_cast(operator: Any, rule: str, lower: torch.dtype, *args: Any, **kwargs:
     """Run an operator as autocast does. It runs while the graph is decomposed, where dtypes are known."""
     if rule == Rule.FLOAT32.value and kwargs.get("dtype") is not None:
         return operator(*args, **kwargs)
-    found = [x for x in pytree.tree_leaves((args, kwargs)) if _is_cast(x)]
-    widest = lower if all(x.dtype == lower for x in found) else torch.float32
-    dtype = {Rule.LOWER.value: lower, Rule.FLOAT32.value: torch.float32}.get(rule, widest)
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if _is_cast(x) and x.dtype != dtype else x
-
-    args, kwargs = pytree.tree_map(cast, (args, kwargs))
+    args, kwargs = cast(Rule(rule), lower, args, kwargs)
     return operator(*args, **kwargs)
-
-
-def _is_cast(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64

@@ -32,14 +32,14 @@ class Rule(enum.Enum):
     ALONE = "alone"  # the host has a rule, GPUs have none
 
 
-LOWER = frozenset(
+_LOWER = frozenset(
     "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
     "convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv "
     "linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell "
     "_thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention "
     "_scaled_dot_product_flash_attention".split()
 )
-WIDEST = frozenset(
+_WIDEST = frozenset(
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 )
 # Made of operators that have a rule; exported graphs keep them whole. cuDNN runs recurrent layers in half.
@@ -153,13 +153,17 @@ def rules() -> dict[Any, Rule]:
     found: dict[Any, Rule] = {}
     for name in registered("AutocastCUDA"):
         base = name.removeprefix("aten::").split(".")[0]
-        rule = Rule.LOWER if base in LOWER else Rule.WIDEST if base in WIDEST else Rule.FLOAT32
-        found[_overload(name)] = rule
+        found[_overload(name)] = rule_of_name(base)
     for name in registered("AutocastCPU"):
         if name.removeprefix("aten::").split(".")[0] in _ALONE:
             found[_overload(name)] = Rule.ALONE
     found |= {_overload(name): rule for name, rule in _WHOLE.items()}
     return found
+
+
+def rule_of_name(base: str) -> Rule:
+    """The rule of an operator that has one on GPUs, by its name without namespace and overload."""
+    return Rule.LOWER if base in _LOWER else Rule.WIDEST if base in _WIDEST else Rule.FLOAT32
 
 
 def _overload(name: str) -> Any:
@@ -179,23 +183,22 @@ def _kernel(operator: Any, rule: Rule) -> Callable[..., Any]:
                 if given is None and _is_cast(args[0]):
                     kwargs, args = {**kwargs, "dtype": torch.float32}, args[: names.index("dtype")]
             elif rule is not Rule.ALONE:
-                dtype = _dtype(rule, torch_pytree.tree_leaves((args, kwargs)))
-                args, kwargs = torch_pytree.tree_map(functools.partial(_cast, dtype), (args, kwargs))
+                args, kwargs = cast(rule, torch.get_autocast_dtype("cpu"), args, kwargs)
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _dtype(rule: Rule, leaves: list[Any]) -> torch.dtype:
-    lower = torch.get_autocast_dtype("cpu")
+def cast(rule: Rule, lower: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operator in the dtype that its rule gives, `lower` being the region's."""
+    dtype = lower if rule is Rule.LOWER else torch.float32
     if rule is Rule.WIDEST:
+        leaves = torch_pytree.tree_leaves((args, kwargs))
         wide = any(leaf.dtype != lower for leaf in leaves if _is_cast(leaf))
-        return torch.float32 if wide else lower
-    return lower if rule is Rule.LOWER else torch.float32
-
-
-def _cast(dtype: torch.dtype, leaf: Any) -> Any:
-    return leaf.to(dtype) if _is_cast(leaf) and leaf.dtype != dtype else leaf
+        dtype = torch.float32 if wide else lower
+    return torch_pytree.tree_map(
+        lambda x: x.to(dtype) if _is_cast(x) and x.dtype != dtype else x, (args, kwargs)
+    )
 
 
 def _is_cast(leaf: Any) -> bool:
