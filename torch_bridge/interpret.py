@@ -16,6 +16,7 @@ import torch
 
 from torch_bridge import operators
 from torch_bridge.errors import BridgeError, UnsupportedOpError, message
+from torch_bridge.layout import ChannelsLast, plain
 from torch_bridge.lowerings import registry
 from torch_bridge.program import Affine, Graph, Node, Ref, refs, subgraphs, tree_map
 from torch_bridge.random import node_key
@@ -111,7 +112,7 @@ def run(
     walk = _Walk(graph=graph, rows=rows, rng=rng)
     values: dict[int, Any] = dict(enumerate(inputs))
     walk.compute(graph.needed(outputs), values)
-    return walk.resolved(tuple(outputs), values)
+    return plain(walk.resolved(tuple(outputs), values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ class Subgraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Walk:
-    """One evaluation of a graph. `values` maps value numbers to arrays."""
+    """One evaluation of a graph. `values` maps value numbers to arrays, in whichever layout they lie."""
 
     graph: Graph
     rows: int
@@ -171,16 +172,16 @@ class _Walk:
             here, shift = dict(values), dict(zip(numbers, zeros, strict=True))
             for number in numbers:
                 if number - self.graph.num_inputs not in positions:
-                    here[number] = here[number] + shift[number]
+                    here[number] = plain(here[number]) + shift[number]
             for position in positions:
                 self.compute((position,), here)
                 number = position + self.graph.num_inputs
                 if number in shift:
-                    here[number] = here[number] + shift[number]
-            return self.resolved(outputs, here)
+                    here[number] = plain(here[number]) + shift[number]
+            return plain(self.resolved(outputs, here))
 
-        _, pull = jax.vjp(moved, tuple(jnp.zeros_like(values[number]) for number in numbers))
-        (gradients,) = (jax.vmap(pull) if batched else pull)(self.resolved(seeds, values))
+        _, pull = jax.vjp(moved, tuple(jnp.zeros(values[n].shape, values[n].dtype) for n in numbers))
+        (gradients,) = (jax.vmap(pull) if batched else pull)(plain(self.resolved(seeds, values)))
         return gradients
 
 
@@ -207,7 +208,9 @@ def _evaluate(node: Node, position: int, args: Any, kwargs: Any, rng: Any) -> An
     with jax.named_scope(node.path) if node.path else contextlib.nullcontext():
         if _draws(node):
             kwargs = {**kwargs, "rng": node_key(rng, position, node.path)}
-        return _cast(found.function(*args, **kwargs), node.dtypes)
+        if found.in_layout is None:
+            return _cast(found.function(*plain(args), **plain(kwargs)), node.dtypes)
+        return _cast(found.in_layout(*args, **kwargs), node.dtypes)
 
 
 def _cast(result: Any, dtypes: tuple[Any, ...]) -> Any:
@@ -215,6 +218,8 @@ def _cast(result: Any, dtypes: tuple[Any, ...]) -> Any:
     if isinstance(result, tuple | list):
         padded = (*dtypes, *(None,) * (len(result) - len(dtypes)))
         return tuple(_cast(item, (dtype,)) for item, dtype in zip(result, padded, strict=False))
+    if isinstance(result, ChannelsLast):
+        return ChannelsLast(_cast(result.array, dtypes))
     if not isinstance(result, jax.Array) or not dtypes or not isinstance(dtypes[0], torch.dtype):
         return result
     wanted = jax_dtype(dtypes[0])

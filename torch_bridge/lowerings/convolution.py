@@ -1,4 +1,5 @@
-"""Convolutions, in torch's layout: batch, channels, then space; kernels out, in, then space."""
+"""Convolutions. Images are `[batch, channels, *space]` as torch has them or, where XLA had rather have them
+so, `[batch, *space, channels]`; kernels `[out, in, *space]` in either case."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.layouts import convolving
 from torch_bridge.lowerings.matmul import biased
 from torch_bridge.lowerings.registry import lowering
 
@@ -27,6 +29,7 @@ def convolve(
     padding: Any,
     dilation: Any,
     groups: int,
+    channels_last: bool = False,
 ) -> Any:
     """x `[batch, in, ...]` (or without batch), weight `[out, in / groups, ...]`."""
     space = weight.ndim - 2
@@ -36,7 +39,8 @@ def convolve(
         pads = [(total // 2, total - total // 2) for total in reach]
     else:
         pads = [(p, p) for p in each(0 if padding == "valid" else padding, space)]
-    return _correlated(x, weight, bias, pads, each(stride, space), (1,) * space, dilation, groups)
+    ones = (1,) * space
+    return _correlated(x, weight, bias, pads, each(stride, space), ones, dilation, groups, channels_last)
 
 
 def transposed(
@@ -48,6 +52,7 @@ def transposed(
     output_padding: Any,
     groups: int,
     dilation: Any,
+    channels_last: bool = False,
 ) -> Any:
     """The gradient of a convolution by its input: weight `[in, out / groups, ...]`."""
     space = weight.ndim - 2
@@ -59,7 +64,8 @@ def transposed(
     kernel = weight.reshape(groups, channels, per_group, *weight.shape[2:])
     kernel = jnp.swapaxes(kernel, 1, 2).reshape(groups * per_group, channels, *weight.shape[2:])
     kernel = jnp.flip(kernel, tuple(range(2, weight.ndim)))
-    return _correlated(x, kernel, bias, pads, (1,) * space, each(stride, space), dilation, groups)
+    ones, spread = (1,) * space, each(stride, space)
+    return _correlated(x, kernel, bias, pads, ones, spread, dilation, groups, channels_last)
 
 
 def _reach(weight: Any, dilation: Sequence[int]) -> list[int]:
@@ -76,10 +82,12 @@ def _correlated(
     spread: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    channels_last: bool,
 ) -> Any:
-    """lax's convolution in torch's layout; `spread` puts zeros between the elements of x."""
+    """lax's convolution; `spread` puts zeros between the elements of x."""
     batched = x.ndim == kernel.ndim
     letters = "DHW"[5 - kernel.ndim :]
+    image = f"N{letters}C" if channels_last else f"NC{letters}"
     out = lax.conv_general_dilated(
         x if batched else x[None],
         kernel,
@@ -87,11 +95,11 @@ def _correlated(
         padding=pads,
         lhs_dilation=spread,
         rhs_dilation=dilation,
-        dimension_numbers=("NC" + letters, "OI" + letters, "NC" + letters),
+        dimension_numbers=(image, "OI" + letters, image),
         feature_group_count=groups,
     )
     if bias is not None:
-        out = biased(out, bias.reshape((1, -1) + (1,) * len(letters)))
+        out = biased(out, bias if channels_last else bias.reshape((1, -1) + (1,) * len(letters)))
     return out if batched else out[0]
 
 
@@ -102,6 +110,7 @@ def _correlated(
     aten.conv1d.padding,
     aten.conv2d.padding,
     aten.conv3d.padding,
+    layouts=convolving,
 )
 def conv(
     x: Any,
@@ -111,11 +120,18 @@ def conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    *,
+    channels_last: bool = False,
 ) -> Any:
-    return convolve(x, weight, bias, stride, padding, dilation, groups)
+    return convolve(x, weight, bias, stride, padding, dilation, groups, channels_last)
 
 
-@lowering(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+@lowering(
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+    layouts=convolving,
+)
 def conv_transpose(
     x: Any,
     weight: Any,
@@ -125,11 +141,13 @@ def conv_transpose(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
+    *,
+    channels_last: bool = False,
 ) -> Any:
-    return transposed(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return transposed(x, weight, bias, stride, padding, output_padding, groups, dilation, channels_last)
 
 
-@lowering(aten.convolution.default)
+@lowering(aten.convolution.default, layouts=convolving)
 def convolution(
     x: Any,
     weight: Any,
@@ -140,7 +158,9 @@ def convolution(
     is_transposed: bool,
     output_padding: Sequence[int],
     groups: int,
+    *,
+    channels_last: bool = False,
 ) -> Any:
     if is_transposed:
-        return transposed(x, weight, bias, stride, padding, output_padding, groups, dilation)
-    return convolve(x, weight, bias, stride, padding, dilation, groups)
+        return transposed(x, weight, bias, stride, padding, output_padding, groups, dilation, channels_last)
+    return convolve(x, weight, bias, stride, padding, dilation, groups, channels_last)

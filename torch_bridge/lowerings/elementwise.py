@@ -12,6 +12,7 @@ import jax.scipy.special as jsp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.layouts import pointwise
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import floating, promote, widened
 
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _unary(op: Any, function: Callable[[Any], Any]) -> None:
-    lowering(op.default)(function)
+    lowering(op.default, layouts=pointwise)(function)
 
 
 def _unary_float(op: Any, function: Callable[[Any], Any]) -> None:
@@ -28,7 +29,7 @@ def _unary_float(op: Any, function: Callable[[Any], Any]) -> None:
     def wrapped(x: Any) -> Any:
         return function(floating(x))
 
-    lowering(op.default)(wrapped)
+    lowering(op.default, layouts=pointwise)(wrapped)
 
 
 def _unary_wide(op: Any, function: Callable[[Any], Any]) -> None:
@@ -37,14 +38,14 @@ def _unary_wide(op: Any, function: Callable[[Any], Any]) -> None:
     def wrapped(x: Any) -> Any:
         return function(widened(x))
 
-    lowering(op.default)(wrapped)
+    lowering(op.default, layouts=pointwise)(wrapped)
 
 
 def _binary(function: Callable[[Any, Any], Any], *overloads: Any) -> None:
     def wrapped(a: Any, b: Any) -> Any:
         return function(*promote(a, b))
 
-    lowering(*overloads)(wrapped)
+    lowering(*overloads, layouts=pointwise)(wrapped)
 
 
 @jax.custom_jvp
@@ -88,12 +89,13 @@ for _op, _function in (
     (aten.resolve_conj, lambda x: x),
     (aten.resolve_neg, lambda x: x),
     (aten._neg_view, jnp.negative),
-    (aten.view_as_real, lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], -1)),
-    (aten.view_as_complex, lambda x: lax.complex(x[..., 0], x[..., 1])),
     (aten.frac, lambda x: x - jnp.trunc(x)),
     (aten.detach, lax.stop_gradient),
 ):
     _unary(_op, _function)
+
+lowering(aten.view_as_real.default)(lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], -1))
+lowering(aten.view_as_complex.default)(lambda x: lax.complex(x[..., 0], x[..., 1]))
 
 for _op, _function in (
     (aten.exp, jnp.exp),
@@ -222,7 +224,7 @@ def _binary_float(function: Callable[[Any, Any], Any], *overloads: Any) -> None:
         a, b = promote(a, b)
         return function(floating(a), floating(b))
 
-    lowering(*overloads)(wrapped)
+    lowering(*overloads, layouts=pointwise)(wrapped)
 
 
 _binary_float(jnp.arctan2, aten.atan2.default)

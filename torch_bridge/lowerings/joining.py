@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.layouts import along, joining
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import promoted
 
 aten = torch.ops.aten
 
 
-@lowering(aten.cat.default, aten.concat.default, aten.concatenate.default)
+@lowering(aten.cat.default, aten.concat.default, aten.concatenate.default, layouts=joining)
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """Old-style empty tensors of shape (0,) are skipped, as torch does."""
     dtype = promoted(tensors)
@@ -27,7 +28,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
     return jnp.stack([x.astype(dtype) for x in tensors], dim)
 
 
-@lowering(aten.split.Tensor, aten.split_copy.Tensor)
+@lowering(aten.split.Tensor, aten.split_copy.Tensor, layouts=along("dim"))
 def split(x: Any, size: int, dim: int = 0) -> tuple[Any, ...]:
     length = x.shape[dim]
     if length == 0:
@@ -37,7 +38,9 @@ def split(x: Any, size: int, dim: int = 0) -> tuple[Any, ...]:
     )
 
 
-@lowering(aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.split.sizes)
+@lowering(
+    aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.split.sizes, layouts=along("dim")
+)
 def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> tuple[Any, ...]:
     parts = []
     start = 0
@@ -47,12 +50,12 @@ def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> tuple[Any, .
     return tuple(parts)
 
 
-@lowering(aten.chunk.default)
+@lowering(aten.chunk.default, layouts=along("dim"))
 def chunk(x: Any, chunks: int, dim: int = 0) -> tuple[Any, ...]:
     return split(x, max(-(-x.shape[dim] // chunks), 1), dim)
 
 
-@lowering(aten.unbind.int, aten.unbind_copy.int)
+@lowering(aten.unbind.int, aten.unbind_copy.int, layouts=along("dim"))
 def unbind(x: Any, dim: int = 0) -> tuple[Any, ...]:
     dim %= x.ndim
     return tuple(lax.index_in_dim(x, i, dim, keepdims=False) for i in range(x.shape[dim]))
@@ -73,7 +76,7 @@ def repeat_interleave(x: Any, repeats: int, dim: int | None = None, **_: Any) ->
     return jnp.repeat(x, repeats, axis=dim)
 
 
-@lowering(aten.flip.default)
+@lowering(aten.flip.default, layouts=along("dims"))
 def flip(x: Any, dims: Sequence[int]) -> Any:
     return jnp.flip(x, tuple(dims))
 

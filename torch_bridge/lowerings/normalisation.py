@@ -5,12 +5,14 @@ Batch normalisation in training returns the new running statistics, which carry 
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.layouts import in_space
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import accumulation
 
@@ -60,32 +62,55 @@ def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None
     return (out if weight is None else out * weight).astype(x.dtype)
 
 
-@lowering(aten.group_norm.default)
+@lowering(aten.group_norm.default, layouts=in_space())
 def group_norm(
-    x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+    x: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *_: Any,
+    channels_last: bool = False,
 ) -> Any:
-    """x `[batch, channels, ...]`."""
-    grouped = x.reshape(x.shape[0], num_groups, -1)
-    mean, variance = _moments(grouped, (2,))
-    out = _normalised(grouped, mean, lax.rsqrt(variance + eps), None, None).reshape(x.shape)
-    channels = (1, -1) + (1,) * (x.ndim - 2)
-    if weight is not None:
-        out = out * weight.reshape(channels)
-    if bias is not None:
-        out = out + bias.reshape(channels)
-    return out
+    """x `[batch, channels, *space]`, or `[batch, *space, channels]`."""
+    return _group_norm(x, num_groups, weight, bias, eps, channels_last)[0]
 
 
-@lowering(aten.native_group_norm.default)
-def native_group_norm(
-    x: Any, weight: Any, bias: Any, rows: int, _channels: int, _size: int, group: int, eps: float
+def _group_norm(
+    x: Any, num_groups: int, weight: Any, bias: Any, eps: float, channels_last: bool
 ) -> tuple[Any, Any, Any]:
-    mean, variance = _moments(x.reshape(rows, group, -1), (2,))
-    return group_norm(x, group, weight, bias, eps), mean[..., 0], lax.rsqrt(variance + eps)[..., 0]
+    """(normalised, mean, inverse deviation), the latter two `[batch, groups]`."""
+    rows = x.shape[0]
+    shape = (rows, -1, num_groups, x.shape[-1] // num_groups) if channels_last else (rows, num_groups, -1)
+    grouped = x.reshape(shape)
+    mean, variance = _moments(grouped, (1, 3) if channels_last else (2,))
+    inverse = lax.rsqrt(variance + eps)
+    out = _normalised(grouped, mean, inverse, None, None).reshape(x.shape)
+    if weight is not None:
+        out = out * _per_channel(weight, x.ndim, channels_last)
+    if bias is not None:
+        out = out + _per_channel(bias, x.ndim, channels_last)
+    return out, mean.reshape(rows, num_groups), inverse.reshape(rows, num_groups)
 
 
-def _per_channel(x: Any, ndim: int) -> Any:
-    return None if x is None else x.reshape((1, -1) + (1,) * (ndim - 2))
+@lowering(aten.native_group_norm.default, layouts=in_space())
+def native_group_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    _rows: int,
+    _channels: int,
+    _size: int,
+    group: int,
+    eps: float,
+    *,
+    channels_last: bool = False,
+) -> tuple[Any, Any, Any]:
+    return _group_norm(x, group, weight, bias, eps, channels_last)
+
+
+def _per_channel(x: Any, ndim: int, channels_last: bool) -> Any:
+    return x if x is None or channels_last else x.reshape((1, -1) + (1,) * (ndim - 2))
 
 
 def _batch_norm(
@@ -97,16 +122,21 @@ def _batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    channels_last: bool,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """(normalised, mean, inverse deviation, new running mean, new running variance)."""
-    dims = tuple(d for d in range(x.ndim) if d != 1)
+    channel = x.ndim - 1 if channels_last else 1
+    dims = tuple(d for d in range(x.ndim) if d != channel)
+    per_channel = partial(_per_channel, ndim=x.ndim, channels_last=channels_last)
     if training:
         mean, variance = _moments(x, dims)
     else:
         wide = accumulation(x.dtype)
-        mean, variance = (_per_channel(s, x.ndim).astype(wide) for s in (running_mean, running_var))
+        mean, variance = (per_channel(s).astype(wide) for s in (running_mean, running_var))
     inverse = lax.rsqrt(variance + eps)
-    out = _normalised(x, mean, inverse, _per_channel(weight, x.ndim), _per_channel(bias, x.ndim))
+    # Of one number a channel, the product first: one pass over x fewer, there and in the gradient.
+    scale = inverse if weight is None else inverse * per_channel(weight)
+    out = _normalised(x, mean, scale, None, per_channel(bias))
     if training and running_mean is not None:
         count = math.prod(x.shape[d] for d in dims)
         unbiased = variance * (count / max(count - 1, 1))
@@ -122,36 +152,78 @@ def _moved(running: Any, statistic: Any, momentum: float) -> Any:
     return running * (1 - momentum) + new * momentum
 
 
-@lowering(aten._native_batch_norm_legit_functional.default)
+@lowering(aten._native_batch_norm_legit_functional.default, layouts=in_space())
 def native_batch_norm_functional(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    channels_last: bool = False,
 ) -> tuple[Any, ...]:
-    return _batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+    return _batch_norm(x, weight, bias, mean, var, training, momentum, eps, channels_last)
 
 
-@lowering(aten._native_batch_norm_legit.no_stats)
+@lowering(aten._native_batch_norm_legit.no_stats, layouts=in_space())
 def native_batch_norm_no_stats(
-    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+    x: Any,
+    weight: Any,
+    bias: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    channels_last: bool = False,
 ) -> tuple[Any, ...]:
-    return _batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
+    return _batch_norm(x, weight, bias, None, None, training, momentum, eps, channels_last)[:3]
 
 
-@lowering(aten._native_batch_norm_legit_no_training.default)
+@lowering(aten._native_batch_norm_legit_no_training.default, layouts=in_space())
 def native_batch_norm_no_training(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    momentum: float,
+    eps: float,
+    *,
+    channels_last: bool = False,
 ) -> tuple[Any, ...]:
-    return _batch_norm(x, weight, bias, mean, var, False, momentum, eps)[:3]
+    return _batch_norm(x, weight, bias, mean, var, False, momentum, eps, channels_last)[:3]
 
 
-@lowering(aten.native_batch_norm.default)
+@lowering(aten.native_batch_norm.default, layouts=in_space())
 def native_batch_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    channels_last: bool = False,
 ) -> tuple[Any, ...]:
-    return _batch_norm(x, weight, bias, mean, var, training, momentum, eps)[:3]
+    return _batch_norm(x, weight, bias, mean, var, training, momentum, eps, channels_last)[:3]
 
 
-@lowering(aten.batch_norm.default)
+@lowering(aten.batch_norm.default, layouts=in_space())
 def batch_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *_: Any
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *_: Any,
+    channels_last: bool = False,
 ) -> Any:
-    return _batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
+    return _batch_norm(x, weight, bias, mean, var, training, momentum, eps, channels_last)[0]

@@ -1,4 +1,4 @@
-"""Pooling over evenly spaced windows, in torch's layout: leading dims, then space."""
+"""Pooling over evenly spaced windows: `[..., *space]` or, told so, `[batch, *space, channels]`."""
 
 import math
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.convolution import each
+from torch_bridge.lowerings.layouts import in_space
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -26,29 +27,45 @@ def _extra_end(size: int, kernel: int, stride: int, pad: int, dilation: int, cei
 
 
 def _windows(
-    x: Any, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    x: Any, lead: int, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> Any:
+    """Arguments of `lax.reduce_window`, for `space` dims that come after `lead` others."""
     kernel = each(kernel, space)
     stride = each(stride, space) if stride else kernel
     padding, dilation = each(padding, space), each(dilation, space)
-    lead = x.ndim - space
+    sizes = x.shape[lead : lead + space]
     ends = [
         _extra_end(size, k, s, p, d, ceil_mode)
-        for size, k, s, p, d in zip(x.shape[lead:], kernel, stride, padding, dilation, strict=True)
+        for size, k, s, p, d in zip(sizes, kernel, stride, padding, dilation, strict=True)
     ]
+    before, after = (1,) * lead, (1,) * (x.ndim - lead - space)
+    pads = [(p, p + e) for p, e in zip(padding, ends, strict=True)]
     return {
-        "window_dimensions": (1,) * lead + kernel,
-        "window_strides": (1,) * lead + stride,
-        "padding": [(0, 0)] * lead + [(p, p + e) for p, e in zip(padding, ends, strict=True)],
-        "window_dilation": (1,) * lead + dilation,
+        "window_dimensions": before + kernel + after,
+        "window_strides": before + stride + after,
+        "padding": [(0, 0)] * lead + pads + [(0, 0)] * len(after),
+        "window_dilation": before + dilation + after,
     }
+
+
+def _lead(x: Any, space: int, channels_last: bool) -> int:
+    """How many dims come before those of space."""
+    return 1 if channels_last else x.ndim - space
 
 
 def _max_pool(space: int) -> Any:
     def pool(
-        x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+        x: Any,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        *,
+        channels_last: bool = False,
     ) -> Any:
-        windows = _windows(x, space, kernel, stride, padding, dilation, ceil_mode)
+        lead = _lead(x, space, channels_last)
+        windows = _windows(x, lead, space, kernel, stride, padding, dilation, ceil_mode)
         return lax.reduce_window(x, _lowest(x.dtype), lax.max, **windows)
 
     return pool
@@ -61,7 +78,7 @@ def _lowest(dtype: Any) -> Any:
 
 
 for _space, _op in enumerate((aten.max_pool1d, aten.max_pool2d, aten.max_pool3d), 1):
-    lowering(_op.default)(_max_pool(_space))
+    lowering(_op.default, layouts=in_space(_space + 2))(_max_pool(_space))
 
 
 def _max_pool_with_indices(space: int) -> Any:
@@ -69,8 +86,8 @@ def _max_pool_with_indices(space: int) -> Any:
         x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> tuple[Any, Any]:
         """(maxima, flat positions of them within the space of each channel)."""
-        windows = _windows(x, space, kernel, stride, padding, dilation, ceil_mode)
         lead = x.ndim - space
+        windows = _windows(x, lead, space, kernel, stride, padding, dilation, ceil_mode)
         flat = jnp.arange(math.prod(x.shape[lead:]), dtype=np.int32).reshape(x.shape[lead:])
         flat = jnp.broadcast_to(flat, x.shape)
 
@@ -102,36 +119,40 @@ def _avg_pool(space: int) -> Any:
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
+        *,
+        channels_last: bool = False,
     ) -> Any:
-        windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)
+        lead = _lead(x, space, channels_last)
+        windows = _windows(x, lead, space, kernel, stride, padding, 1, ceil_mode)
         zero = np.zeros((), x.dtype)
         total = lax.reduce_window(x, zero, lax.add, **windows)
         if divisor_override is not None:
             return total / divisor_override
-        return total / _counts(x, space, windows, padding, count_include_pad)
+        counts = _counts(x, lead, space, windows, padding, count_include_pad)
+        return total / (counts[..., None] if channels_last else counts)
 
     return pool
 
 
-def _counts(x: Any, space: int, windows: Any, padding: Any, include_pad: bool) -> Any:
+def _counts(x: Any, lead: int, space: int, windows: Any, padding: Any, include_pad: bool) -> Any:
     """How many elements each window averages; what ceil_mode adds beyond the padding never counts."""
-    lead = x.ndim - space
-    size = x.shape[lead:]
+    where = slice(lead, lead + space)
+    size = x.shape[where]
     pads = each(padding, space)
     inside = np.ones(size, np.float32)
     wide = np.pad(inside, [(p, p) for p in pads], constant_values=1.0 if include_pad else 0.0)
-    for dim, (_, end) in enumerate(windows["padding"][lead:]):
+    for dim, (_, end) in enumerate(windows["padding"][where]):
         extra = [(0, 0)] * space
         extra[dim] = (0, end - pads[dim])
         wide = np.pad(wide, extra)
-    kernel, stride = windows["window_dimensions"][lead:], windows["window_strides"][lead:]
+    kernel, stride = windows["window_dimensions"][where], windows["window_strides"][where]
     counted = np.lib.stride_tricks.sliding_window_view(wide, kernel)
     counted = counted[tuple(slice(None, None, s) for s in stride)]
     return jnp.asarray(counted.sum(tuple(range(-space, 0))), x.dtype)
 
 
 for _space, _op in enumerate((aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d), 1):
-    lowering(_op.default)(_avg_pool(_space))
+    lowering(_op.default, layouts=in_space(_space + 2))(_avg_pool(_space))
 
 
 def _bins(size: int, count: int) -> list[tuple[int, int]]:
@@ -139,30 +160,30 @@ def _bins(size: int, count: int) -> list[tuple[int, int]]:
     return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 
-def _adaptive(x: Any, output_size: Any, space: int, reduce: Any) -> Any:
-    for offset, count in enumerate(each(output_size, space)):
-        dim = x.ndim - space + offset
+def _adaptive(x: Any, output_size: Any, space: int, channels_last: bool) -> Any:
+    lead = _lead(x, space, channels_last)
+    for dim, count in enumerate(each(output_size, space), lead):
         size = x.shape[dim]
         if count is None or count == size:
             continue
         if size % count == 0:
-            x = reduce(x.reshape(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :]), dim + 1)
+            x = jnp.mean(x.reshape(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :]), dim + 1)
         else:
-            parts = [reduce(lax.slice_in_dim(x, a, b, axis=dim), dim) for a, b in _bins(size, count)]
+            parts = [jnp.mean(lax.slice_in_dim(x, a, b, axis=dim), dim) for a, b in _bins(size, count)]
             x = jnp.stack(parts, dim)
     return x
 
 
-@lowering(aten.adaptive_avg_pool1d.default)
-def adaptive_avg_pool1d(x: Any, output_size: Any) -> Any:
-    return _adaptive(x, output_size, 1, jnp.mean)
+@lowering(aten.adaptive_avg_pool1d.default, layouts=in_space(3))
+def adaptive_avg_pool1d(x: Any, output_size: Any, *, channels_last: bool = False) -> Any:
+    return _adaptive(x, output_size, 1, channels_last)
 
 
-@lowering(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)
-def adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
-    return _adaptive(x, output_size, 2, jnp.mean)
+@lowering(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default, layouts=in_space(4))
+def adaptive_avg_pool2d(x: Any, output_size: Any, *, channels_last: bool = False) -> Any:
+    return _adaptive(x, output_size, 2, channels_last)
 
 
-@lowering(aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default)
-def adaptive_avg_pool3d(x: Any, output_size: Any) -> Any:
-    return _adaptive(x, output_size, 3, jnp.mean)
+@lowering(aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default, layouts=in_space(5))
+def adaptive_avg_pool3d(x: Any, output_size: Any, *, channels_last: bool = False) -> Any:
+    return _adaptive(x, output_size, 3, channels_last)

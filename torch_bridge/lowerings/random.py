@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from torch_bridge import layout
+from torch_bridge.layout import ChannelsLast
+from torch_bridge.lowerings.layouts import in_space
 from torch_bridge.lowerings.registry import always, lowering
 from torch_bridge.tensors import default_float, jax_dtype
 
@@ -17,21 +20,25 @@ def _dropout_is_on(_x: Any, p: float, train: bool | None, *_: Any, **__: Any) ->
     return train is not False and p > 0.0
 
 
-@lowering(aten.native_dropout.default, random=_dropout_is_on)
-def native_dropout(x: Any, p: float, train: bool | None, *, rng: Any = None) -> tuple[jax.Array, jax.Array]:
-    """(dropped values, mask of the kept)."""
+@lowering(aten.native_dropout.default, random=_dropout_is_on, layouts=in_space())
+def native_dropout(
+    x: Any, p: float, train: bool | None, *, rng: Any = None, channels_last: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """(dropped values, mask of the kept). The mask is drawn in torch's order, whatever x's."""
     del train  # in eval mode there is no key
+    shape = ChannelsLast(x).shape if channels_last else x.shape
     if rng is None:
-        return x, jnp.ones(x.shape, bool)
+        return x, jnp.ones(shape, bool)
     if p >= 1.0:
-        return jnp.zeros_like(x), jnp.zeros(x.shape, bool)
-    kept = jax.random.bernoulli(rng, 1.0 - p, x.shape)
-    return jnp.where(kept, x / (1.0 - p), jnp.zeros_like(x)), kept
+        return jnp.zeros_like(x), jnp.zeros(shape, bool)
+    drawn = jax.random.bernoulli(rng, 1.0 - p, shape)
+    kept = layout.channels_last(drawn) if channels_last else drawn
+    return jnp.where(kept, x / (1.0 - p), jnp.zeros_like(x)), drawn
 
 
-@lowering(aten.dropout.default, random=_dropout_is_on)
-def dropout(x: Any, p: float, train: bool, *, rng: Any = None) -> jax.Array:
-    return native_dropout(x, p, train, rng=rng)[0]
+@lowering(aten.dropout.default, random=_dropout_is_on, layouts=in_space())
+def dropout(x: Any, p: float, train: bool, *, rng: Any = None, channels_last: bool = False) -> jax.Array:
+    return native_dropout(x, p, train, rng=rng, channels_last=channels_last)[0]
 
 
 def _float_dtype(dtype: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.extreme import largest, smallest
+from torch_bridge.lowerings.layouts import along
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import accumulation, floating, jax_dtype
 
@@ -37,24 +38,24 @@ def summed_dtype(x: Any, dtype: Any) -> Any:
     return jax_dtype(torch.int64) if integral else x.dtype
 
 
-@lowering(aten.sum.default, aten.sum.dim_IntList)
+@lowering(aten.sum.default, aten.sum.dim_IntList, layouts=along("dim"))
 def total(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     result = summed_dtype(x, dtype)
     return jnp.sum(x.astype(accumulation(result)), dims_of(x, dim), keepdims=keepdim).astype(result)
 
 
-@lowering(aten.nansum.default)
+@lowering(aten.nansum.default, layouts=along("dim"))
 def nansum(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     return total(jnp.where(jnp.isnan(x), jnp.zeros_like(x), x), dim, keepdim, dtype=dtype)
 
 
-@lowering(aten.mean.default, aten.mean.dim)
+@lowering(aten.mean.default, aten.mean.dim, layouts=along("dim"))
 def mean(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     result = x.dtype if dtype is None else jax_dtype(dtype)
     return jnp.mean(x.astype(accumulation(result)), dims_of(x, dim), keepdims=keepdim).astype(result)
 
 
-@lowering(aten.nanmean.default)
+@lowering(aten.nanmean.default, layouts=along("dim"))
 def nanmean(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     del dtype
     return jnp.nanmean(x, dims_of(x, dim), keepdims=keepdim)
@@ -80,22 +81,22 @@ def variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Any:
     return jnp.sum(squares, dims, keepdims=keepdim) / (free if free > 0 else 0.0)
 
 
-@lowering(aten.var.correction)
+@lowering(aten.var.correction, layouts=along("dim"))
 def var(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     return variance(x, dim, correction, keepdim)
 
 
-@lowering(aten.std.correction)
+@lowering(aten.std.correction, layouts=along("dim"))
 def std(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     return jnp.sqrt(variance(x, dim, correction, keepdim))
 
 
-@lowering(aten.var_mean.correction)
+@lowering(aten.var_mean.correction, layouts=along("dim"))
 def var_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
     return variance(x, dim, correction, keepdim), mean(x, dim, keepdim)
 
 
-@lowering(aten.std_mean.correction)
+@lowering(aten.std_mean.correction, layouts=along("dim"))
 def std_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
     return std(x, dim, correction=correction, keepdim=keepdim), mean(x, dim, keepdim)
 
@@ -104,7 +105,7 @@ def _correction(unbiased: bool) -> int:
     return 1 if unbiased else 0
 
 
-@lowering(aten.var.dim)
+@lowering(aten.var.dim, layouts=along("dim"))
 def var_dim(x: Any, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> Any:
     return variance(x, dim, _correction(unbiased), keepdim)
 
@@ -114,7 +115,7 @@ def var_all(x: Any, unbiased: bool = True) -> Any:
     return variance(x, None, _correction(unbiased), False)
 
 
-@lowering(aten.std.dim)
+@lowering(aten.std.dim, layouts=along("dim"))
 def std_dim(x: Any, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> Any:
     return jnp.sqrt(var_dim(x, dim, unbiased, keepdim))
 
@@ -124,12 +125,12 @@ def std_all(x: Any, unbiased: bool = True) -> Any:
     return jnp.sqrt(var_all(x, unbiased))
 
 
-@lowering(aten.amax.default)
+@lowering(aten.amax.default, layouts=along("dim"))
 def amax(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
     return largest(x, tuple(dims_of(x, dim)), keepdim)
 
 
-@lowering(aten.amin.default)
+@lowering(aten.amin.default, layouts=along("dim"))
 def amin(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
     return smallest(x, tuple(dims_of(x, dim)), keepdim)
 
@@ -151,12 +152,12 @@ def _extreme(arg: Callable[..., Any], x: Any, dim: int, keepdim: bool) -> tuple[
     return (values, index) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(index, dim))
 
 
-@lowering(aten.max.dim)
+@lowering(aten.max.dim, layouts=along("dim"))
 def max_dim(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     return _extreme(jnp.argmax, x, dim, keepdim)
 
 
-@lowering(aten.min.dim)
+@lowering(aten.min.dim, layouts=along("dim"))
 def min_dim(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     return _extreme(jnp.argmin, x, dim, keepdim)
 
@@ -177,22 +178,22 @@ def _arg(function: Callable[..., Any], x: Any, dim: int | None, keepdim: bool) -
     return function(x, dim, keepdims=keepdim)
 
 
-@lowering(aten.any.default, aten.any.dim, aten.any.dims)
+@lowering(aten.any.default, aten.any.dim, aten.any.dims, layouts=along("dim"))
 def any_of(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     return jnp.any(x, dims_of(x, dim), keepdims=keepdim)
 
 
-@lowering(aten.all.default, aten.all.dim, aten.all.dims)
+@lowering(aten.all.default, aten.all.dim, aten.all.dims, layouts=along("dim"))
 def all_of(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     return jnp.all(x, dims_of(x, dim), keepdims=keepdim)
 
 
-@lowering(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+@lowering(aten.count_nonzero.default, aten.count_nonzero.dim_IntList, layouts=along("dim"))
 def count_nonzero(x: Any, dim: Dims = None) -> Any:
     return jnp.sum(x != 0, dims_of(x, dim), dtype=jax_dtype(torch.int64))
 
 
-@lowering(aten.logsumexp.default)
+@lowering(aten.logsumexp.default, layouts=along("dim"))
 def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
     return jax.nn.logsumexp(floating(x), dims_of(x, dim), keepdims=keepdim)
 

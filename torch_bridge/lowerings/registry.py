@@ -18,10 +18,12 @@ Operator = Any  # torch.ops overloads have no public type
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
     """`function` computes the operator; `random` tells whether it takes a key (`rng=`), which may depend
-    on the arguments (a dropout that is off draws nothing)."""
+    on the arguments (a dropout that is off draws nothing). `in_layout` is the same for values that may lie
+    channels-last (`layout.ChannelsLast`), and may return such; None for what knows torch's order alone."""
 
     function: Callable[..., Any]
     random: Callable[..., bool]
+    in_layout: Callable[..., Any] | None = None
 
 
 _LOWERINGS: dict[Operator, Lowering] = {}
@@ -38,17 +40,23 @@ def always(*_args: Any, **_kwargs: Any) -> bool:
     return True
 
 
-def lowering(*operators: Operator, random: Callable[..., bool] = never) -> Callable[[Function], Function]:
+def lowering(
+    *operators: Operator,
+    random: Callable[..., bool] = never,
+    layouts: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Callable[[Function], Function]:
     """Register the decorated function for some operators, replacing what was there.
 
     Args:
         operators: overloads such as `torch.ops.aten.add.Tensor`.
         random: given the operator's arguments, whether the function takes a PRNG key beside them, as `rng=`.
+        layouts: a rule of `lowerings.layouts`, if the operator need not have its values in torch's order.
     """
 
     def register(function: Function) -> Function:
+        in_layout = None if layouts is None else layouts(function)
         for operator in operators:
-            _LOWERINGS[operator] = Lowering(function=function, random=random)
+            _LOWERINGS[operator] = Lowering(function=function, random=random, in_layout=in_layout)
         return function
 
     return register

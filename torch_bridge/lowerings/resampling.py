@@ -1,4 +1,4 @@
-"""Resampling of images, in torch's layout: leading dims, then space."""
+"""Resampling of images: `[..., *space]` or, told so, `[batch, *space, channels]`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.layouts import in_space
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -38,28 +39,52 @@ def _interpolated(x: Any, dim: int, matrix: np.ndarray) -> Any:
     return jnp.moveaxis(out, -1, dim)
 
 
-def _linear(x: Any, size: Sequence[int], align_corners: bool, scales: Sequence[float | None]) -> Any:
-    for offset, (count, scale) in enumerate(zip(size, scales, strict=True)):
-        dim = x.ndim - len(size) + offset
+def _dims(x: Any, space: int, channels_last: bool) -> range:
+    """The dims of space."""
+    lead = 1 if channels_last else x.ndim - space
+    return range(lead, lead + space)
+
+
+def _linear(
+    x: Any, size: Sequence[int], align_corners: bool, scales: Sequence[float | None], channels_last: bool
+) -> Any:
+    for dim, count, scale in zip(_dims(x, len(size), channels_last), size, scales, strict=True):
         x = _interpolated(x, dim, _linear_matrix(count, x.shape[dim], scale, align_corners))
     return x
 
 
-@lowering(aten.upsample_linear1d.default)
-def upsample_linear1d(x: Any, size: Any, align_corners: bool, scale: Any = None) -> Any:
-    return _linear(x, size, align_corners, (scale,))
-
-
-@lowering(aten.upsample_bilinear2d.default)
-def upsample_bilinear2d(x: Any, size: Any, align_corners: bool, height: Any = None, width: Any = None) -> Any:
-    return _linear(x, size, align_corners, (height, width))
-
-
-@lowering(aten.upsample_trilinear3d.default)
-def upsample_trilinear3d(
-    x: Any, size: Any, align_corners: bool, depth: Any = None, height: Any = None, width: Any = None
+@lowering(aten.upsample_linear1d.default, layouts=in_space(3))
+def upsample_linear1d(
+    x: Any, size: Any, align_corners: bool, scale: Any = None, *, channels_last: bool = False
 ) -> Any:
-    return _linear(x, size, align_corners, (depth, height, width))
+    return _linear(x, size, align_corners, (scale,), channels_last)
+
+
+@lowering(aten.upsample_bilinear2d.default, layouts=in_space(4))
+def upsample_bilinear2d(
+    x: Any,
+    size: Any,
+    align_corners: bool,
+    height: Any = None,
+    width: Any = None,
+    *,
+    channels_last: bool = False,
+) -> Any:
+    return _linear(x, size, align_corners, (height, width), channels_last)
+
+
+@lowering(aten.upsample_trilinear3d.default, layouts=in_space(5))
+def upsample_trilinear3d(
+    x: Any,
+    size: Any,
+    align_corners: bool,
+    depth: Any = None,
+    height: Any = None,
+    width: Any = None,
+    *,
+    channels_last: bool = False,
+) -> Any:
+    return _linear(x, size, align_corners, (depth, height, width), channels_last)
 
 
 def _triangle(x: np.ndarray) -> np.ndarray:
@@ -97,47 +122,69 @@ def _antialiased_matrix(
 
 
 def _antialiased(kernel: Kernel, reach: int) -> Callable[..., Any]:
-    def resize(x: Any, size: Any, align_corners: bool, height: Any = None, width: Any = None) -> Any:
-        for dim, count, scale in ((-2, size[0], height), (-1, size[1], width)):
+    def resize(
+        x: Any,
+        size: Any,
+        align_corners: bool,
+        height: Any = None,
+        width: Any = None,
+        *,
+        channels_last: bool = False,
+    ) -> Any:
+        for dim, count, scale in zip(_dims(x, 2, channels_last), size, (height, width), strict=True):
             matrix = _antialiased_matrix(count, x.shape[dim], scale, align_corners, kernel, reach)
-            x = _interpolated(x, x.ndim + dim, matrix)
+            x = _interpolated(x, dim, matrix)
         return x
 
     return resize
 
 
-lowering(aten._upsample_bilinear2d_aa.default)(_antialiased(_triangle, 1))
-lowering(aten._upsample_bicubic2d_aa.default)(_antialiased(_cubic, 2))
+lowering(aten._upsample_bilinear2d_aa.default, layouts=in_space(4))(_antialiased(_triangle, 1))
+lowering(aten._upsample_bicubic2d_aa.default, layouts=in_space(4))(_antialiased(_cubic, 2))
 if hasattr(aten, "_upsample_lanczos2d_aa"):  # from torch 2.12 on
-    lowering(aten._upsample_lanczos2d_aa.default)(_antialiased(_lanczos, 3))
+    lowering(aten._upsample_lanczos2d_aa.default, layouts=in_space(4))(_antialiased(_lanczos, 3))
 
 
-def _nearest(x: Any, size: Sequence[int], scales: Sequence[float | None]) -> Any:
-    for offset, (count, scale) in enumerate(zip(size, scales, strict=True)):
-        dim = x.ndim - len(size) + offset
+def _nearest(x: Any, size: Sequence[int], scales: Sequence[float | None], channels_last: bool) -> Any:
+    for dim, count, scale in zip(_dims(x, len(size), channels_last), size, scales, strict=True):
         factor = np.float32(x.shape[dim] / count if scale is None or scale <= 0 else 1.0 / scale)
         index = np.minimum(np.floor(np.arange(count, dtype=np.float32) * factor), x.shape[dim] - 1)
         x = jnp.take(x, jnp.asarray(index, np.int32), axis=dim)
     return x
 
 
-@lowering(aten.upsample_nearest1d.default)
-def upsample_nearest1d(x: Any, size: Any, scale: Any = None) -> Any:
-    return _nearest(x, size, (scale,))
+@lowering(aten.upsample_nearest1d.default, layouts=in_space(3))
+def upsample_nearest1d(x: Any, size: Any, scale: Any = None, *, channels_last: bool = False) -> Any:
+    return _nearest(x, size, (scale,), channels_last)
 
 
-@lowering(aten.upsample_nearest2d.default)
-def upsample_nearest2d(x: Any, size: Any, height: Any = None, width: Any = None) -> Any:
-    return _nearest(x, size, (height, width))
+@lowering(aten.upsample_nearest2d.default, layouts=in_space(4))
+def upsample_nearest2d(
+    x: Any, size: Any, height: Any = None, width: Any = None, *, channels_last: bool = False
+) -> Any:
+    return _nearest(x, size, (height, width), channels_last)
 
 
-@lowering(aten.upsample_nearest3d.default)
-def upsample_nearest3d(x: Any, size: Any, depth: Any = None, height: Any = None, width: Any = None) -> Any:
-    return _nearest(x, size, (depth, height, width))
+@lowering(aten.upsample_nearest3d.default, layouts=in_space(5))
+def upsample_nearest3d(
+    x: Any,
+    size: Any,
+    depth: Any = None,
+    height: Any = None,
+    width: Any = None,
+    *,
+    channels_last: bool = False,
+) -> Any:
+    return _nearest(x, size, (depth, height, width), channels_last)
 
 
-@lowering(aten.pixel_shuffle.default)
-def pixel_shuffle(x: Any, factor: int) -> Any:
+@lowering(aten.pixel_shuffle.default, layouts=in_space(4))
+def pixel_shuffle(x: Any, factor: int, *, channels_last: bool = False) -> Any:
+    if channels_last:
+        rows, height, width, channels = x.shape
+        x = x.reshape(rows, height, width, channels // factor**2, factor, factor)
+        x = jnp.transpose(x, (0, 1, 4, 2, 5, 3))
+        return x.reshape(rows, height * factor, width * factor, channels // factor**2)
     *lead, channels, height, width = x.shape
     x = x.reshape(*lead, channels // factor**2, factor, factor, height, width)
     n = len(lead)
@@ -145,8 +192,13 @@ def pixel_shuffle(x: Any, factor: int) -> Any:
     return x.reshape(*lead, channels // factor**2, height * factor, width * factor)
 
 
-@lowering(aten.pixel_unshuffle.default)
-def pixel_unshuffle(x: Any, factor: int) -> Any:
+@lowering(aten.pixel_unshuffle.default, layouts=in_space(4))
+def pixel_unshuffle(x: Any, factor: int, *, channels_last: bool = False) -> Any:
+    if channels_last:
+        rows, height, width, channels = x.shape
+        x = x.reshape(rows, height // factor, factor, width // factor, factor, channels)
+        x = jnp.transpose(x, (0, 1, 3, 5, 2, 4))
+        return x.reshape(rows, height // factor, width // factor, channels * factor**2)
     *lead, channels, height, width = x.shape
     x = x.reshape(*lead, channels, height // factor, factor, width // factor, factor)
     n = len(lead)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings.layouts import along, permuting, pointwise, reading_order, sized
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import jax_dtype
 
@@ -23,14 +24,20 @@ def clamped_slice(size: int, start: int | None, end: int | None) -> tuple[int, i
     return start, end
 
 
-@lowering(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._reshape_copy.default)
+@lowering(
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten._reshape_copy.default,
+    layouts=reading_order,
+)
 def reshape(x: Any, shape: Sequence[int]) -> Any:
     if x.size == 0:  # JAX cannot infer a dim of an empty array; it has no other size than 0
         shape = [0 if size == -1 else size for size in shape]
     return jnp.reshape(x, tuple(shape))
 
 
-@lowering(aten.view_copy.default)
+@lowering(aten.view_copy.default, layouts=reading_order)
 def view_copy(x: Any, shape: Sequence[int]) -> Any:
     return reshape(x, shape)
 
@@ -63,7 +70,7 @@ def view_as(x: Any, like: Any) -> Any:
     return jnp.reshape(x, like.shape)
 
 
-@lowering(aten.expand.default, aten.expand_copy.default)
+@lowering(aten.expand.default, aten.expand_copy.default, layouts=sized)
 def expand(x: Any, shape: Sequence[int], *, implicit: bool = False) -> Any:
     del implicit
     lead = len(shape) - x.ndim
@@ -71,22 +78,28 @@ def expand(x: Any, shape: Sequence[int], *, implicit: bool = False) -> Any:
     return jnp.broadcast_to(x, full)
 
 
-@lowering(aten.expand_as.default)
+@lowering(aten.expand_as.default, layouts=pointwise)
 def expand_as(x: Any, like: Any) -> Any:
     return jnp.broadcast_to(x, like.shape)
 
 
-@lowering(aten.broadcast_to.default)
+@lowering(aten.broadcast_to.default, layouts=sized)
 def broadcast_to(x: Any, shape: Sequence[int]) -> Any:
     return expand(x, shape)
 
 
-@lowering(aten.permute.default, aten.permute_copy.default)
+@lowering(aten.permute.default, aten.permute_copy.default, layouts=permuting)
 def permute(x: Any, dims: Sequence[int]) -> Any:
     return jnp.transpose(x, dims)
 
 
-@lowering(aten.transpose.int, aten.transpose_copy.int, aten.swapaxes.default, aten.swapdims.default)
+@lowering(
+    aten.transpose.int,
+    aten.transpose_copy.int,
+    aten.swapaxes.default,
+    aten.swapdims.default,
+    layouts=permuting,
+)
 def transpose(x: Any, a: int, b: int) -> Any:
     return jnp.swapaxes(x, a, b) if x.ndim else x
 
@@ -96,32 +109,32 @@ def t(x: Any) -> Any:
     return x.T
 
 
-@lowering(aten.mT.default, aten.adjoint.default)
+@lowering(aten.mT.default, aten.adjoint.default, layouts=permuting)
 def matrix_transpose(x: Any) -> Any:
     return jnp.swapaxes(x, -1, -2)
 
 
-@lowering(aten.movedim.intlist, aten.movedim.int)
+@lowering(aten.movedim.intlist, aten.movedim.int, layouts=permuting)
 def movedim(x: Any, source: Any, destination: Any) -> Any:
     return jnp.moveaxis(x, source, destination)
 
 
-@lowering(aten.unsqueeze.default)
+@lowering(aten.unsqueeze.default, layouts=reading_order)
 def unsqueeze(x: Any, dim: int) -> Any:
     return jnp.expand_dims(x, dim)
 
 
-@lowering(aten.squeeze.default)
+@lowering(aten.squeeze.default, layouts=reading_order)
 def squeeze(x: Any) -> Any:
     return jnp.squeeze(x)
 
 
-@lowering(aten.squeeze.dim)
+@lowering(aten.squeeze.dim, layouts=reading_order)
 def squeeze_dim(x: Any, dim: int) -> Any:
     return squeeze_dims(x, (dim,))
 
 
-@lowering(aten.squeeze.dims)
+@lowering(aten.squeeze.dims, layouts=reading_order)
 def squeeze_dims(x: Any, dims: Sequence[int]) -> Any:
     """Only dims of size 1 go."""
     if not x.ndim:
@@ -129,7 +142,7 @@ def squeeze_dims(x: Any, dims: Sequence[int]) -> Any:
     return jnp.squeeze(x, tuple(d % x.ndim for d in dims if x.shape[d] == 1))
 
 
-@lowering(aten.flatten.using_ints)
+@lowering(aten.flatten.using_ints, layouts=reading_order)
 def flatten(x: Any, start: int = 0, end: int = -1) -> Any:
     if not x.ndim:
         return x.reshape(1)
@@ -137,26 +150,26 @@ def flatten(x: Any, start: int = 0, end: int = -1) -> Any:
     return x.reshape(*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :])
 
 
-@lowering(aten.unflatten.int)
+@lowering(aten.unflatten.int, layouts=reading_order)
 def unflatten(x: Any, dim: int, sizes: Sequence[int]) -> Any:
     dim %= x.ndim
     return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
 
-@lowering(aten.slice.Tensor, aten.slice_copy.Tensor)
+@lowering(aten.slice.Tensor, aten.slice_copy.Tensor, layouts=along("dim"))
 def slice_dim(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     dim %= x.ndim
     start, end = clamped_slice(x.shape[dim], start, end)
     return lax.slice_in_dim(x, start, end, step, dim)
 
 
-@lowering(aten.narrow.default)
+@lowering(aten.narrow.default, layouts=along("dim"))
 def narrow(x: Any, dim: int, start: int, length: int) -> Any:
     start = start % x.shape[dim] if start < 0 else start
     return lax.slice_in_dim(x, start, start + length, axis=dim)
 
 
-@lowering(aten.select.int, aten.select_copy.int)
+@lowering(aten.select.int, aten.select_copy.int, layouts=along("dim"))
 def select(x: Any, dim: int, index: int) -> Any:
     return lax.index_in_dim(x, index, dim % x.ndim, keepdims=False)
 
