@@ -56,8 +56,8 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     """torch's decomposition of one overload: from its table, or its composite kernel."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    if op in _OPENED_BY_STRIDES:
-        return _OPENED_BY_STRIDES[op]
+    if op in _OPENED_HERE:
+        return _OPENED_HERE[op]
     if op in decomposition_table:
         return decomposition_table[op]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -104,7 +104,20 @@ def _places(
     return index
 
 
-_OPENED_BY_STRIDES = {
+def _instance_norm(
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *settings: Any
+) -> torch.Tensor:
+    """Without running statistics, a group norm of one channel a group: torch's own way lays all instances
+    in one dim of channels, which hides the batch and the channels."""
+    use_input_stats, _momentum, eps, cudnn_enabled = settings
+    if use_input_stats and mean is None and var is None:
+        return torch.ops.aten.group_norm.default(x, x.shape[1], weight, bias, eps, cudnn_enabled)
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch.ops.aten.instance_norm.default._op_dk(composite, x, weight, bias, mean, var, *settings)
+
+
+_OPENED_HERE = {
+    torch.ops.aten.instance_norm.default: _instance_norm,
     torch.ops.aten.as_strided.default: _strided,
     torch.ops.aten.as_strided_copy.default: _strided,
     torch.ops.aten.as_strided_scatter.default: _strided_scatter,

@@ -191,13 +191,15 @@ def permuting(function: Function) -> Function:
     return in_layout
 
 
-def sized(function: Function) -> Function:
-    """Of functions that take a size for every dim."""
+def broadcasting(function: Function) -> Function:
+    """Of functions that broadcast to a shape. One number a channel becomes an image as convolutions have it."""
 
     @functools.wraps(function)
     def in_layout(x: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, ChannelsLast) or len(shape) != x.ndim:
+        per_channel = x.ndim > 2 and x.shape[1] > 1 and math.prod(x.shape[2:]) == 1
+        if len(shape) != x.ndim or not (per_channel or isinstance(x, ChannelsLast)):
             return function(plain(x), shape, *args, **kwargs)
-        return ChannelsLast(function(x.array, (shape[0], *shape[2:], shape[1]), *args, **kwargs))
+        array = x.array if isinstance(x, ChannelsLast) else channels_last(x)
+        return ChannelsLast(function(array, (shape[0], *shape[2:], shape[1]), *args, **kwargs))
 
     return in_layout

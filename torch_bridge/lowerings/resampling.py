@@ -178,6 +178,37 @@ def upsample_nearest3d(
     return _nearest(x, size, (depth, height, width), channels_last)
 
 
+def _target(x: Any, size: Any, factors: Any, channels_last: bool) -> tuple[Sequence[int], Sequence[Any]]:
+    """(size, factors) of an output that `F.interpolate` was told by one of the two."""
+    if size is not None:
+        return size, (None,) * len(size)
+    dims = _dims(x, len(factors), channels_last)
+    return [int(x.shape[dim] * factor) for dim, factor in zip(dims, factors, strict=True)], factors
+
+
+def _nearest_by_either(x: Any, size: Any, factors: Any, *, channels_last: bool = False) -> Any:
+    return _nearest(x, *_target(x, size, factors, channels_last), channels_last)
+
+
+def _linear_by_either(
+    x: Any, size: Any, align_corners: bool, factors: Any, *, channels_last: bool = False
+) -> Any:
+    size, factors = _target(x, size, factors, channels_last)
+    return _linear(x, size, align_corners, factors, channels_last)
+
+
+for _space, (_near, _blend) in enumerate(
+    (
+        (aten.upsample_nearest1d.vec, aten.upsample_linear1d.vec),
+        (aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec),
+        (aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.vec),
+    ),
+    3,
+):
+    lowering(_near, layouts=in_space(_space))(_nearest_by_either)
+    lowering(_blend, layouts=in_space(_space))(_linear_by_either)
+
+
 @lowering(aten.pixel_shuffle.default, layouts=in_space(4))
 def pixel_shuffle(x: Any, factor: int, *, channels_last: bool = False) -> Any:
     if channels_last:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge.lowerings.layouts import along, permuting, pointwise, reading_order, sized
+from torch_bridge.lowerings.layouts import along, broadcasting, permuting, pointwise, reading_order
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import jax_dtype
 
@@ -70,7 +70,7 @@ def view_as(x: Any, like: Any) -> Any:
     return jnp.reshape(x, like.shape)
 
 
-@lowering(aten.expand.default, aten.expand_copy.default, layouts=sized)
+@lowering(aten.expand.default, aten.expand_copy.default, layouts=broadcasting)
 def expand(x: Any, shape: Sequence[int], *, implicit: bool = False) -> Any:
     del implicit
     lead = len(shape) - x.ndim
@@ -83,7 +83,7 @@ def expand_as(x: Any, like: Any) -> Any:
     return jnp.broadcast_to(x, like.shape)
 
 
-@lowering(aten.broadcast_to.default, layouts=sized)
+@lowering(aten.broadcast_to.default, layouts=broadcasting)
 def broadcast_to(x: Any, shape: Sequence[int]) -> Any:
     return expand(x, shape)
 
