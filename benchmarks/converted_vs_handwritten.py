@@ -207,14 +207,20 @@ class Contest:
     difference: float
 
 
-def contest(name: str, converted: Any, by_hand: Any, params: Any, own: Any) -> Contest:
+def contest(
+    name: str, converted: Any, by_hand: Any, params: Any, own: Any, batch: Any, own_batch: Any
+) -> Contest:
+    """Batches are arguments: turning converted images to another layout is a part of every step."""
     ours, theirs = jax.jit(converted), jax.jit(by_hand)
-    (_, grads), (_, own_grads) = ours(params), theirs(own)
+    (_, grads), (_, own_grads) = ours(params, batch), theirs(own, own_batch)
     turned = {key: own_layout(key, value) for key, value in grads.items()}
     scale = max(float(jnp.linalg.norm(v)) for v in own_grads.values())
     difference = max(float(jnp.linalg.norm(turned[k] - v)) / scale for k, v in own_grads.items())
     return Contest(
-        name=name, converted=lambda: ours(params), by_hand=lambda: theirs(own), difference=difference
+        name=name,
+        converted=lambda: ours(params, batch),
+        by_hand=lambda: theirs(own, own_batch),
+        difference=difference,
     )
 
 
@@ -227,10 +233,12 @@ def gpt_contest(size: Size) -> Contest:
     hand, batch = gpt_by_hand(size), module.batch
     return contest(
         "GPT",
-        lambda p: jax.value_and_grad(module.loss_fn)(p, batch),
-        lambda p: jax.value_and_grad(hand)(p, *batch),
+        lambda p, batch: jax.value_and_grad(module.loss_fn)(p, batch),
+        lambda p, batch: jax.value_and_grad(hand)(p, *batch),
         module.params,
         own,
+        batch,
+        batch,
     )
 
 
@@ -242,17 +250,17 @@ def resnet_contest(size: Size) -> Contest:
     hand, batch = resnet_by_hand(size), module.batch
     last = (batch[0].transpose(0, 2, 3, 1), batch[1])
 
-    def converted(p: Any) -> Any:
+    def converted(p: Any, batch: Any) -> Any:
         def loss(p: Any) -> Any:
             out = module.loss_fn(p, batch, model_state=module.model_state)
             return out.loss, out.model_state
 
         return jax.value_and_grad(loss, has_aux=True)(p)
 
-    def by_hand(p: Any) -> Any:
-        return jax.value_and_grad(hand, has_aux=True)(p, module.model_state, *last)
+    def by_hand(p: Any, batch: Any) -> Any:
+        return jax.value_and_grad(hand, has_aux=True)(p, module.model_state, *batch)
 
-    return contest("ResNet", converted, by_hand, module.params, own)
+    return contest("ResNet", converted, by_hand, module.params, own, batch, last)
 
 
 def timed(function: Callable[[], Any], calls: int) -> np.ndarray:

@@ -24,8 +24,10 @@ ROWS = 7  # no other dim of the networks below has as many elements
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from _equations(inner)
+        for inner in jax.tree.leaves(tuple(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
 
 
 def _turned(function: Any, *args: Any) -> int:
@@ -105,7 +107,7 @@ class Classifier(nn.Module):
         lambda x: F.adaptive_avg_pool2d(x, 1)[:, :, 0, 0],
         lambda x: F.avg_pool2d(x, x.shape[2:]).squeeze(-1).squeeze(-1),
         lambda x: F.adaptive_avg_pool2d(x, 1).view(x.shape[0], -1),
-        lambda x: x.flatten(2).amax(2),
+        lambda x: x.flatten(2).logsumexp(2),
         lambda x: x.flatten(2).transpose(1, 2).mean(1),
         lambda x: x.permute(0, 2, 3, 1).sum((1, 2)),
     ],

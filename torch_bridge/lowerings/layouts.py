@@ -192,7 +192,7 @@ def permuting(function: Function) -> Function:
 
 
 def broadcasting(function: Function) -> Function:
-    """Of functions that broadcast to a shape. One number a channel becomes an image as convolutions have it."""
+    """Of functions that broadcast to a shape; one number a channel becomes an image channels-last."""
 
     @functools.wraps(function)
     def in_layout(x: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
