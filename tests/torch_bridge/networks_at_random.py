@@ -140,7 +140,7 @@ def steps(channels: int, size: tuple[int, ...]) -> dict[str, Callable[[], nn.Mod
         "batch norm": lambda: BATCH_NORMS[space - 1](channels),
         "instance norm": lambda: INSTANCE_NORMS[space - 1](channels, affine=True),
         "group norm": lambda: nn.GroupNorm(2, channels),
-        "layer norm": lambda: nn.LayerNorm((channels, *size)),
+        "layer norm": lambda: nn.LayerNorm([channels, *size]),
         "activation": lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.LeakyReLU(0.2), nn.Hardswish()),
         "prelu": lambda: nn.PReLU(channels),
         "one prelu": lambda: nn.PReLU(),
