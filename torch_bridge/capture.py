@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch_bridge import functions, gradients
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.explain import user_line
+from torch_bridge.followed import follow
 from torch_bridge.rewrites import rewritten
 from torch_bridge.signature import PREFIX
 
@@ -186,8 +187,12 @@ def capturing() -> Iterator[None]:
         yield
 
 
+# What torch makes of a user's Function in the body of a higher-order operator.
+_TRACED = "ApplyTemplate"
+
+
 def _function_apply(original: Any, here: Callable[[], bool]) -> Any:
-    """Function.apply: opens reentrant checkpoints, calls what was registered, refuses the rest."""
+    """Function.apply: opens reentrant checkpoints, calls what was registered, follows the rest."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)
@@ -197,17 +202,9 @@ def _function_apply(original: Any, here: Callable[[], bool]) -> Any:
             return _checkpointed(*args)
         if functions.is_registered(cls):
             return functions.apply(cls, call, args, kwargs)
-        if cls.__module__.split(".")[0] == "torch":
+        if cls.__module__.split(".")[0] == "torch" and cls.__name__ != _TRACED:
             return call(*args, **kwargs)
-        raise BridgeError(
-            message(
-                f"{cls.__module__}.{cls.__qualname__} is a custom autograd.Function.",
-                "its backward is Python code that no exported graph holds",
-                _here(),
-                hint=f"@torch_bridge.register_lowering({cls.__qualname__}) on a jax.custom_vjp that takes "
-                "what its apply takes; or write it with ordinary operators",
-            )
-        )
+        return follow(cls, args, kwargs)
 
     return classmethod(apply)
 
