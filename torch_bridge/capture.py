@@ -8,6 +8,9 @@ Replacements hold for the exporting thread alone and are undone at the end; expo
 """
 
 import contextlib
+import functools
+import importlib
+import inspect
 import logging
 import threading
 import traceback
@@ -176,11 +179,12 @@ def capturing() -> Iterator[None]:
     """Replace, for this thread and for the time of an export, what leaves no trace in a graph."""
     thread = threading.get_ident()
     with _EXPORTS, contextlib.ExitStack() as undo:
-        for owner, name, make in _REPLACED:
-            original = owner.__dict__[name]
-            replacement = make(original, lambda: threading.get_ident() == thread)
-            setattr(owner, name, replacement)
-            undo.callback(setattr, owner, name, original)
+        for where, name, make in _REPLACED:
+            # Modules by name are loaded by torch.export, not by importing this package.
+            owner = importlib.import_module(where) if isinstance(where, str) else where
+            original = inspect.getattr_static(owner, name)
+            undo.callback(*((setattr, owner, name, original) if name in vars(owner) else (delattr, owner, name)))
+            setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
         for logger in _NOISY:
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
@@ -192,21 +196,47 @@ _TRACED = "ApplyTemplate"
 
 
 def _function_apply(original: Any, here: Callable[[], bool]) -> Any:
-    """Function.apply: opens reentrant checkpoints, calls what was registered, follows the rest."""
+    """What Function.apply calls, also by another name that was given to it long ago (`f = Mine.apply`)."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)
-        if not here():
-            return call(*args, **kwargs)
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            return _checkpointed(*args)
-        if functions.is_registered(cls):
-            return functions.apply(cls, call, args, kwargs)
-        if cls.__module__.split(".")[0] == "torch" and cls.__name__ != _TRACED:
-            return call(*args, **kwargs)
-        return follow(cls, args, kwargs)
+        return _applied(cls, call, args, kwargs) if here() else call(*args, **kwargs)
 
     return classmethod(apply)
+
+
+def _mapped_apply(original: Any, here: Callable[[], bool]) -> Any:
+    """What Function.apply calls under torch.vmap."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(original, cls)
+        return _applied(cls, call, args, kwargs) if here() else call(*args, **kwargs)
+
+    return apply
+
+
+def _applied(cls: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Function.apply: opens reentrant checkpoints, calls what was registered, follows the rest."""
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        return _checkpointed(*args)
+    if functions.is_registered(cls):
+        return functions.apply(cls, call, args, kwargs)
+    if cls.__module__.split(".")[0] == "torch" and cls.__name__ != _TRACED:
+        return call(*args, **kwargs)
+    return follow(cls, args, kwargs)
+
+
+def _left_whole(original: Any, here: Callable[[], bool]) -> Any:
+    """Bodies of torch.cond and the like: their calls of Functions wait until the body is exported.
+
+    torch would follow forward alone where the example wants no gradient.
+    """
+
+    def is_left(called: Any) -> bool:
+        is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
+        return original(called) or (here() and is_function)
+
+    return is_left
 
 
 def _checkpointed(run_function: Any, _preserve_rng_state: Any, *args: Any) -> Any:
@@ -292,7 +322,9 @@ def _flex_device(original: Any, here: Callable[[], bool]) -> Any:
 
 
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (torch.autograd.Function, "apply", _function_apply),
+    (torch.autograd.Function.__base__, "apply", _function_apply),
+    (torch.autograd.function, "custom_function_call", _mapped_apply),
+    ("torch._dynamo.trace_rules", "is_callable_allowed", _left_whole),
     (torch.autograd.grad_mode.inference_mode, "__enter__", _inference_enter),
     (torch.autograd.grad_mode.inference_mode, "__exit__", _inference_exit),
     (torch.amp.autocast_mode.autocast, "__init__", _autocast_init),
