@@ -284,6 +284,16 @@ def _autocast_init(original: Any, here: Callable[[], bool]) -> Any:
     return init
 
 
+def _autocast_cast(original: Any, here: Callable[[], bool]) -> Any:
+    """custom_fwd(cast_inputs=...) for GPUs casts tensors that lie there; the example's lie on the host."""
+
+    def cast(value: Any, device_type: str, dtype: Any) -> Any:
+        value = original(value, device_type, dtype)
+        return original(value, "cpu", dtype) if here() and device_type == "cuda" else value
+
+    return cast
+
+
 def _func_grad_and_value(original: Any, here: Callable[[], bool]) -> Any:
     return lambda *args, **kwargs: (gradients.grad_and_value if here() else original)(*args, **kwargs)
 
@@ -328,6 +338,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.autograd.grad_mode.inference_mode, "__enter__", _inference_enter),
     (torch.autograd.grad_mode.inference_mode, "__exit__", _inference_exit),
     (torch.amp.autocast_mode.autocast, "__init__", _autocast_init),
+    (torch.amp.autocast_mode, "_cast", _autocast_cast),
     (eager_transforms, "grad_and_value_impl", _func_grad_and_value),
     (eager_transforms, "_vjp_with_argnums", _func_vjp),
     (eager_transforms, "_jvp_with_argnums", _func_jvp),

@@ -29,13 +29,16 @@ from torch_bridge.program import Graph, Node, Ref, refs, subgraphs, tree_map
 
 @cache
 def cotangents() -> Any:
-    """`outputs -> cotangents`: values that only exist in a backward, like the outputs."""
+    """`outputs -> (cotangents, token)`: values that only exist in a backward, like the outputs.
+
+    The token is not for backward, which may write into the others: it tells which backward it is.
+    """
 
     def fake(outputs: Any) -> list[torch.Tensor]:
-        return [torch.empty_like(x) for x in outputs]
+        return [*(torch.empty_like(x) for x in outputs), torch.empty(())]
 
     def mapped(_info: Any, in_dims: Any, outputs: Any) -> Any:
-        return cotangents()(outputs), in_dims[0]
+        return cotangents()(outputs), [*in_dims[0], None]
 
     made = torch.library.custom_op(
         f"{NAMESPACE}::cotangents", fake, mutates_args=(), schema="(Tensor[] outputs) -> Tensor[]"
@@ -48,7 +51,7 @@ def cotangents() -> Any:
 
 @cache
 def custom_gradient() -> Any:
-    """`(outputs, inputs, cotangents, gradients, unknown, once, function) -> outputs`.
+    """`(outputs, inputs, token, gradients, unknown, once, function) -> outputs`.
 
     Values are those of `outputs`; a gradient reaches `inputs` alone, by way of `gradients`. Of `unknown`
     inputs the gradient is not known: asking for it is an error. With `once`, so is asking twice.
@@ -59,21 +62,20 @@ def custom_gradient() -> Any:
 
     def remember(ctx: Any, inputs: Any, output: Any) -> None:
         del output
-        ctx.tensors = inputs[:5]
+        ctx.tensors = inputs
 
     def connected(ctx: Any, *_: Any) -> Any:
         # Only whether tensors are connected matters while exporting, not the values.
-        outputs, inputs, seeds, gradients, unknown = ctx.tensors
-        missing = ([None] * len(part) for part in (outputs, seeds, gradients))
-        none_out, none_seeds, none_gradients = missing
+        outputs, inputs, _, gradients, unknown, *_ = ctx.tensors
+        of_outputs, of_gradients, of_unknown = ([None] * len(x) for x in (outputs, gradients, unknown))
         found = [torch.zeros_like(x) for x in inputs]
-        return none_out, found, none_seeds, none_gradients, [None] * len(unknown), None, None
+        return of_outputs, found, None, of_gradients, of_unknown, None, None
 
     made = torch.library.custom_op(
         f"{NAMESPACE}::custom_gradient",
         fake,
         mutates_args=(),
-        schema="(Tensor[] outputs, Tensor[] inputs, Tensor[] cotangents, Tensor[] gradients, "
+        schema="(Tensor[] outputs, Tensor[] inputs, Tensor token, Tensor[] gradients, "
         "Tensor[] unknown, bool once, str function) -> Tensor[]",
     )
     made.register_fake(fake)
@@ -92,7 +94,7 @@ def _mapped(
     in_dims: Any,
     outputs: Any,
     inputs: Any,
-    seeds: Any,
+    token: Any,
     gradients: Any,
     unknown: Any,
     once: bool,
@@ -109,7 +111,7 @@ def _mapped(
             fitted.append(spread.expand(*gradient.shape[:to], info.batch_size, *gradient.shape[to:]))
         else:
             fitted.append(gradient.movedim(at, to))
-    return custom_gradient()(outputs, inputs, seeds, fitted, unknown, once, function), in_dims[0]
+    return custom_gradient()(outputs, inputs, token, fitted, unknown, once, function), in_dims[0]
 
 
 def _is(wanted: Any, node: Node) -> bool:
@@ -153,9 +155,9 @@ def _with_folded_bodies(node: Node) -> Node:
 def _folded(graph: Graph, position: int) -> Node:
     """A custom_gradient node whose backward is a graph in its arguments (see its lowering)."""
     node = graph.nodes[position]
-    outputs, inputs, seeds, gradients, unknown, once, function = node.args
-    body = _Body.find(graph, position, seeds[0], gradients)
-    residuals, backward = body.extracted(len(seeds), gradients)
+    outputs, inputs, token, gradients, unknown, once, function = node.args
+    body = _Body.find(graph, position, token, gradients)
+    residuals, backward = body.extracted(gradients)
     kept = tuple(outputs.index(ref) if ref in outputs else None for ref in residuals)
     args = (outputs, inputs, unknown, residuals, kept, fold_backwards(backward), once, function)
     return replace(node, args=args)
@@ -175,9 +177,9 @@ class _Body:
     positions: tuple[int, ...]
 
     @staticmethod
-    def find(graph: Graph, end: int, seed: Ref, gradients: Sequence[Any]) -> "_Body":
+    def find(graph: Graph, end: int, token: Ref, gradients: Sequence[Any]) -> "_Body":
         """Backward ran from `cotangents` up to the node at `end`: what it recomputed is its own, too."""
-        start = graph.nodes[seed.index - graph.num_inputs].args[0].index
+        start = graph.nodes[token.index - graph.num_inputs].args[0].index
         live = {ref.index for ref in refs(gradients)}
         found = []
         for position in range(end - 1, start - graph.num_inputs, -1):
@@ -188,7 +190,7 @@ class _Body:
                     found.append(position)
         return _Body(graph=graph, start=start, positions=tuple(reversed(found)))
 
-    def extracted(self, num_seeds: int, gradients: Any) -> tuple[tuple[Ref, ...], Graph]:
+    def extracted(self, gradients: Any) -> tuple[tuple[Ref, ...], Graph]:
         """The values that backward reads, and backward as a function of them and of the cotangents."""
         graph, first = self.graph, self.graph.num_inputs
         inside = {position + first for position in self.positions}
@@ -198,7 +200,7 @@ class _Body:
         residuals = [i for i in used if i not in inside and i not in seeds]
         place = {index: k for k, index in enumerate(residuals)}
         place |= {index: len(residuals) + seed for index, seed in seeds.items()}
-        num_inputs = len(residuals) + num_seeds
+        num_inputs = len(residuals) + len(graph.nodes[self.start - first].args[0])
         place |= {position + first: num_inputs + k for k, position in enumerate(self.positions)}
 
         def moved(leaf: Any) -> Any:

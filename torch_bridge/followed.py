@@ -107,7 +107,7 @@ class _Call:
         made = [_without_history(x, self.ctx.dirty_tensors) for x in outputs]
         if not flowing or not any(map(_is_differentiable, self.args)):
             return tuple(made)
-        seeds = cotangents()([outputs[i].detach() for i in flowing])
+        *seeds, token = cotangents()([outputs[i].detach() for i in flowing])
         by_output = dict(zip(flowing, seeds, strict=True))
         given = [by_output[i] if i in by_output else self._absent(x) for i, x in enumerate(outputs)]
         gradients, unknown = self._backward(given)
@@ -115,7 +115,7 @@ class _Call:
         results = custom_gradient()(
             [outputs[i] for i in flowing],
             [x for x, _ in known],
-            list(seeds),
+            token,
             [g for _, g in known],
             unknown,
             _marked_once(_backward_of(self.function)),

@@ -4,6 +4,7 @@ Nearly every backward here differs from the derivative of its forward on purpose
 follows forward fails.
 """
 
+import contextlib
 import enum
 from collections.abc import Callable
 from typing import Any
@@ -429,9 +430,11 @@ def compared(module: nn.Module, x: torch.Tensor, **options: Any) -> JaxModule:
 class Tower(nn.Module):
     def __init__(self, blocks: int) -> None:
         super().__init__()
+        self.first = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -450,24 +453,36 @@ class Block(nn.Module):
 
 
 def test_repeated_blocks_are_stamped_with_their_functions() -> None:
-    converted = compared(Tower(6), torch.randn(3, 4))
-    assert converted.programs.first.num_copies == 5
+    converted = compared(Tower(3), torch.randn(3, 4))
+    assert converted.programs.first.num_copies == 2
 
 
 def test_where_sizes_are_symbols_the_backward_has_them_too() -> None:
-    class ByRows(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Reversal.apply(x.reshape(-1, 2), float(x.shape[0])).square().sum() / x.shape[0]
+    def pairs(x: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(x.shape[0] * (x.shape[0] - 1) // 2) % x.shape[0]
+        return Counted.apply(x[index], x.shape[0]).square().sum()
 
-    module = nn.Sequential(nn.Linear(4, 4), ByRows())
-    converted = convert(module, (torch.randn(2, 4),))
+    module = Applies(pairs)
+    converted = convert(module, (torch.randn(4, 3),))
     assert converted.programs.dynamic_reason is not None
     for rows in (3, 8):
-        x = torch.randn(rows, 4)
-        loss, gradients, _ = loss_and_gradients(converted, (jnp.asarray(x.numpy()),))
+        x = torch.randn(rows, 3)
+        _, gradients, _ = loss_and_gradients(converted, (jnp.asarray(x.numpy()),))
         module.zero_grad()
         module(x).backward()
         assert_same_gradients(gradients, module)
+
+
+class Counted(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, rows: int) -> Any:
+        ctx.rows = rows
+        return x / rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        spread = torch.arange(grad.shape[0], dtype=grad.dtype)[:, None]
+        return grad * ctx.rows + spread, None
 
 
 class Noisy(Function):
@@ -600,7 +615,8 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         a, b, c = self.weights
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.region):
+        region = torch.autocast("cuda", dtype=torch.bfloat16) if self.region else contextlib.nullcontext()
+        with region:
             y = Plain.apply(Wide.apply(Half.apply(x, a), b), c)
         return y.float().mean()
 
