@@ -90,12 +90,16 @@ class _Call:
 
     def forward(self) -> Any:
         """What the Function's forward returns, without history."""
-        with torch.no_grad(), _as_on_gpus():
-            if not _has_setup(self.function):
-                return self.function.forward(self.ctx, *self.args)
-            returned = self.function.forward(*self.args)
-            self.function.setup_context(self.ctx, self.args, returned)
-            return returned
+        try:
+            with torch.no_grad(), _as_on_gpus():
+                if not _has_setup(self.function):
+                    return self.function.forward(self.ctx, *self.args)
+                returned = self.function.forward(*self.args)
+                self.function.setup_context(self.ctx, self.args, returned)
+                return returned
+        except Exception as error:  # the user's own code may wait for it
+            error.add_note(f"in {self.name}, an autograd.Function: {self._way_out()}")
+            raise
 
     def with_gradients(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The outputs, with the gradients of the Function's backward."""
@@ -119,7 +123,7 @@ class _Call:
             [g for _, g in known],
             unknown,
             _marked_once(_backward_of(self.function)),
-            f"{self.function.__module__}.{self.function.__qualname__}",
+            self.name,
         )
         for i, result in zip(flowing, results, strict=True):
             made[i] = self._put_in_place(outputs[i], result)
@@ -152,7 +156,7 @@ class _Call:
             raise self._refusal(error) from error
 
     def _run(self, backward: Callable[..., Any], given: Sequence[Any]) -> Any:
-        with _without_autocast(), _as_on_gpus():
+        with _without_autocast(), _as_on_gpus(), _outside_checkpoints():
             return backward(self.ctx, *given)
 
     def _ask_for_less(self) -> list[torch.Tensor]:
@@ -172,17 +176,21 @@ class _Call:
             )
         return [_fit(g, arg) for g, arg in zip(gradients, self.args, strict=False)]
 
-    def _refusal(self, error: Exception) -> BridgeError:
-        name = self.function.__qualname__
-        known = error if isinstance(error, BridgeError) else explained(error)
-        return BridgeError(
-            message(
-                f"the backward of {self.function.__module__}.{name}, an autograd.Function, cannot be followed.",
-                str(known),
-                f"or give {name} a JAX function: @torch_bridge.register_lowering({name}) on a jax.custom_vjp "
-                "that takes what its apply takes; or call it under torch.no_grad() where no gradient is wanted",
-            )
+    @property
+    def name(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+    def _way_out(self) -> str:
+        return (
+            f"@torch_bridge.register_lowering({self.function.__qualname__}) on a jax.custom_vjp that takes what "
+            "its apply takes replaces it"
         )
+
+    def _refusal(self, error: Exception) -> BridgeError:
+        known = error if isinstance(error, BridgeError) else explained(error)
+        what = f"the backward of {self.name}, an autograd.Function, cannot be followed."
+        where_none = "where no gradient is wanted, call it under torch.no_grad()"
+        return BridgeError(message(what, str(known), f"or: {self._way_out()}", f"or: {where_none}"))
 
 
 def _without_history(output: Any, dirty: Sequence[torch.Tensor]) -> Any:
@@ -230,6 +238,13 @@ def _without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def _outside_checkpoints() -> contextlib.AbstractContextManager[Any]:
+    """In torch a checkpointed region is over when backward runs: what that saves is its own."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from torch_bridge.errors import BridgeError, message
 
@@ -39,6 +40,8 @@ def custom_gradient(
     """
     where = getattr(backward, "where", ())
     dtypes = [x.dtype for x in inputs]
+    # Sizes that are numbers of Python stay numbers.
+    numbers = [None if isinstance(x, jax.Array | np.ndarray) else x for x in residuals]
 
     @jax.custom_vjp
     def call(inputs: Any, unknown: Any, outputs: Any, residuals: Any, rng: Any) -> Any:
@@ -53,8 +56,9 @@ def custom_gradient(
 
     def pull(saved_for_pull: Any, cotangents: Any) -> Any:
         saved, unknown, rng = saved_for_pull
+        given = [x if number is None else number for x, number in zip(saved, numbers, strict=True)]
         # torch's gradient of a complex value is the conjugate of JAX's cotangent.
-        found = backward(*saved, *(g.conj() for g in cotangents), rng=rng)
+        found = backward(*given, *(g.conj() for g in cotangents), rng=rng)
         gradients = tuple(jnp.conj(g).astype(dtype) for g, dtype in zip(found, dtypes, strict=True))
         if once:
             what = f"the backward of {function} is differentiated, and is marked @once_differentiable."
@@ -63,9 +67,10 @@ def custom_gradient(
 
     call.defvjp(forward, pull)
     what = f"the backward of {function} gives no gradient for one of its inputs, and one is asked for."
-    hint = "its backward raised an error when it was asked for it: call .detach() on that input"
+    hint = "its backward does not have it, or raised an error when asked for it: .detach() that input"
     unknown = tuple(_refused(x, (), message(what, *where, hint=hint)) for x in unknown)
-    return call(tuple(inputs), unknown, tuple(outputs), tuple(residuals), rng)
+    arrays = tuple(x if number is None else None for x, number in zip(residuals, numbers, strict=True))
+    return call(tuple(inputs), unknown, tuple(outputs), arrays, rng)
 
 
 def _refused(values: Any, sources: Any, error: str) -> Any:
