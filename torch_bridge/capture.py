@@ -1,8 +1,8 @@
 """What is watched and replaced while torch.export runs a module's forward.
 
 Some of what Python code may do in forward leaves no trace in a graph. Here it is turned into something
-that does (`.data`, inference_mode, torch.autograd.grad, checkpoints, autocast for an accelerator), or
-refused (hooks on gradients, custom autograd.Functions without a lowering, backward()).
+that does (`.data`, inference_mode, torch.autograd.grad, autograd.Functions, checkpoints, autocast for an
+accelerator), or refused (hooks on gradients, backward()).
 
 Replacements hold for the exporting thread alone and are undone at the end; exports take turns.
 """
@@ -109,8 +109,7 @@ def _refuse_hook(*_: Any, **__: Any) -> Any:
         message(
             "forward registers a hook on a tensor's gradient, which no graph holds.",
             _here(),
-            hint="remove it; to change a gradient, use a torch.autograd.Function and teach it to the bridge: "
-            "@torch_bridge.register_lowering(MyFunction) on a jax.custom_vjp",
+            hint="remove it; to change a gradient, use a torch.autograd.Function",
         )
     )
 
@@ -162,8 +161,7 @@ def refuse_gradient_hooks(module: torch.nn.Module) -> None:
                 "the module has backward hooks, which would never be called.",
                 *found,
                 hint="remove them before convert (handle.remove()); to change a gradient, use a "
-                "torch.autograd.Function and teach it to the bridge: "
-                "@torch_bridge.register_lowering(MyFunction) on a jax.custom_vjp",
+                "torch.autograd.Function",
             )
         )
 
@@ -183,7 +181,9 @@ def capturing() -> Iterator[None]:
             # Modules by name are loaded by torch.export, not by importing this package.
             owner = importlib.import_module(where) if isinstance(where, str) else where
             original = inspect.getattr_static(owner, name)
-            undo.callback(*((setattr, owner, name, original) if name in vars(owner) else (delattr, owner, name)))
+            undo.callback(
+                *((setattr, owner, name, original) if name in vars(owner) else (delattr, owner, name))
+            )
             setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
         for logger in _NOISY:
             undo.callback(logger.setLevel, logger.level)

@@ -115,7 +115,7 @@ def _written_inputs(body: GraphModule) -> tuple[list[int], dict[int, int]]:
             positions, returned = _written_inputs(inner)
             targets += [operands[position] for position in positions]
             for result in node.users:
-                source = operands[returned[result.args[1]]] if result.args[1] in returned else None  # type: ignore[index]
+                source = operands[returned[result.args[1]]] if result.args[1] in returned else None
                 if source in itself:
                     itself[result] = memory[result] = itself[source]
         found |= dict.fromkeys(memory[target] for target in targets if target in memory)
