@@ -181,9 +181,10 @@ def capturing() -> Iterator[None]:
             # Modules by name are loaded by torch.export, not by importing this package.
             owner = importlib.import_module(where) if isinstance(where, str) else where
             original = inspect.getattr_static(owner, name)
-            undo.callback(
-                *((setattr, owner, name, original) if name in vars(owner) else (delattr, owner, name))
-            )
+            if name in vars(owner):
+                undo.callback(setattr, owner, name, original)
+            else:  # of a class that it inherits from
+                undo.callback(delattr, owner, name)
             setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
         for logger in _NOISY:
             undo.callback(logger.setLevel, logger.level)

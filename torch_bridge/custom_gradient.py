@@ -64,9 +64,9 @@ def custom_gradient() -> Any:
         del output
         ctx.tensors = inputs
 
-    def connected(ctx: Any, *_: Any) -> Any:
+    def connected(ctx: Any, *_grads: Any) -> Any:
         # Only whether tensors are connected matters while exporting, not the values.
-        outputs, inputs, _, gradients, unknown, *_ = ctx.tensors
+        outputs, inputs, _token, gradients, unknown, _once, _function = ctx.tensors
         of_outputs, of_gradients, of_unknown = ([None] * len(x) for x in (outputs, gradients, unknown))
         found = [torch.zeros_like(x) for x in inputs]
         return of_outputs, found, None, of_gradients, of_unknown, None, None
@@ -138,7 +138,7 @@ def fold_backwards(graph: Graph) -> Graph:
                 message(
                     "the backward of an autograd.Function changes what is not its own.",
                     *([f"at {node.source}"] if node.source else []),
-                    hint="let backward only return gradients; statistics of gradients belong to the optimizer",
+                    hint="let backward only return gradients; what counts them belongs to the optimizer",
                 )
             )
     return folded

@@ -181,10 +181,8 @@ class _Call:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
     def _way_out(self) -> str:
-        return (
-            f"@torch_bridge.register_lowering({self.function.__qualname__}) on a jax.custom_vjp that takes what "
-            "its apply takes replaces it"
-        )
+        decorator = f"@torch_bridge.register_lowering({self.function.__qualname__})"
+        return f"{decorator} on a jax.custom_vjp that takes what its apply takes replaces it"
 
     def _refusal(self, error: Exception) -> BridgeError:
         known = error if isinstance(error, BridgeError) else explained(error)

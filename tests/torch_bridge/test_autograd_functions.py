@@ -381,7 +381,7 @@ def net() -> tuple[Net, JaxModule]:
     return module, convert(module, (torch.randn(2, 4),))
 
 
-@pytest.mark.parametrize("rows", (1, 3, 8))
+@pytest.mark.parametrize("rows", [1, 3, 8])
 def test_gradients_of_parameters_and_buffers_are_torchs_at_every_batch_size(net: Any, rows: int) -> None:
     module, converted = net
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -531,7 +531,7 @@ def test_gradients_taken_inside_forward_see_the_users_backward() -> None:
 
 
 class KeepsInput(Function):
-    """Its backward can be differentiated: through its input, its output, and not through what lies between."""
+    """Its backward can be differentiated: through its input and output, not through what lies between."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -621,7 +621,7 @@ class Mixed(nn.Module):
         return y.float().mean()
 
 
-@pytest.mark.parametrize("region", (False, True))
+@pytest.mark.parametrize("region", [False, True])
 def test_autocast_as_on_a_gpu(region: bool) -> None:
     module = Mixed(region)
     x = torch.randn(5, 3)
