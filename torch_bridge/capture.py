@@ -1,13 +1,16 @@
 """What is watched and replaced while torch.export runs a module's forward.
 
 Some of what Python code may do in forward leaves no trace in a graph. Here it is turned into something
-that does (`.data`, inference_mode, torch.autograd.grad, checkpoints, autocast for an accelerator), or
-refused (hooks on gradients, custom autograd.Functions without a lowering, backward()).
+that does (`.data`, inference_mode, torch.autograd.grad, autograd.Functions, checkpoints, autocast for an
+accelerator), or refused (hooks on gradients, backward()).
 
 Replacements hold for the exporting thread alone and are undone at the end; exports take turns.
 """
 
 import contextlib
+import functools
+import importlib
+import inspect
 import logging
 import threading
 import traceback
@@ -23,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch_bridge import functions, gradients
 from torch_bridge.errors import BridgeError, message
 from torch_bridge.explain import user_line
+from torch_bridge.followed import follow
 from torch_bridge.rewrites import rewritten
 from torch_bridge.signature import PREFIX
 
@@ -105,8 +109,7 @@ def _refuse_hook(*_: Any, **__: Any) -> Any:
         message(
             "forward registers a hook on a tensor's gradient, which no graph holds.",
             _here(),
-            hint="remove it; to change a gradient, use a torch.autograd.Function and teach it to the bridge: "
-            "@torch_bridge.register_lowering(MyFunction) on a jax.custom_vjp",
+            hint="remove it; to change a gradient, use a torch.autograd.Function",
         )
     )
 
@@ -158,8 +161,7 @@ def refuse_gradient_hooks(module: torch.nn.Module) -> None:
                 "the module has backward hooks, which would never be called.",
                 *found,
                 hint="remove them before convert (handle.remove()); to change a gradient, use a "
-                "torch.autograd.Function and teach it to the bridge: "
-                "@torch_bridge.register_lowering(MyFunction) on a jax.custom_vjp",
+                "torch.autograd.Function",
             )
         )
 
@@ -175,41 +177,67 @@ def capturing() -> Iterator[None]:
     """Replace, for this thread and for the time of an export, what leaves no trace in a graph."""
     thread = threading.get_ident()
     with _EXPORTS, contextlib.ExitStack() as undo:
-        for owner, name, make in _REPLACED:
-            original = owner.__dict__[name]
-            replacement = make(original, lambda: threading.get_ident() == thread)
-            setattr(owner, name, replacement)
-            undo.callback(setattr, owner, name, original)
+        for where, name, make in _REPLACED:
+            # Modules by name are loaded by torch.export, not by importing this package.
+            owner = importlib.import_module(where) if isinstance(where, str) else where
+            original = inspect.getattr_static(owner, name)
+            if name in vars(owner):
+                undo.callback(setattr, owner, name, original)
+            else:  # of a class that it inherits from
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
         for logger in _NOISY:
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
         yield
 
 
+# What torch makes of a user's Function in the body of a higher-order operator.
+_TRACED = "ApplyTemplate"
+
+
 def _function_apply(original: Any, here: Callable[[], bool]) -> Any:
-    """Function.apply: opens reentrant checkpoints, calls what was registered, refuses the rest."""
+    """What Function.apply calls, also by another name that was given to it long ago (`f = Mine.apply`)."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)
-        if not here():
-            return call(*args, **kwargs)
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            return _checkpointed(*args)
-        if functions.is_registered(cls):
-            return functions.apply(cls, call, args, kwargs)
-        if cls.__module__.split(".")[0] == "torch":
-            return call(*args, **kwargs)
-        raise BridgeError(
-            message(
-                f"{cls.__module__}.{cls.__qualname__} is a custom autograd.Function.",
-                "its backward is Python code that no exported graph holds",
-                _here(),
-                hint=f"@torch_bridge.register_lowering({cls.__qualname__}) on a jax.custom_vjp that takes "
-                "what its apply takes; or write it with ordinary operators",
-            )
-        )
+        return _applied(cls, call, args, kwargs) if here() else call(*args, **kwargs)
 
     return classmethod(apply)
+
+
+def _mapped_apply(original: Any, here: Callable[[], bool]) -> Any:
+    """What Function.apply calls under torch.vmap."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(original, cls)
+        return _applied(cls, call, args, kwargs) if here() else call(*args, **kwargs)
+
+    return apply
+
+
+def _applied(cls: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Function.apply: opens reentrant checkpoints, calls what was registered, follows the rest."""
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        return _checkpointed(*args)
+    if functions.is_registered(cls):
+        return functions.apply(cls, call, args, kwargs)
+    if cls.__module__.split(".")[0] == "torch" and cls.__name__ != _TRACED:
+        return call(*args, **kwargs)
+    return follow(cls, args, kwargs)
+
+
+def _left_whole(original: Any, here: Callable[[], bool]) -> Any:
+    """Bodies of torch.cond and the like: their calls of Functions wait until the body is exported.
+
+    torch would follow forward alone where the example wants no gradient.
+    """
+
+    def is_left(called: Any) -> bool:
+        is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
+        return original(called) or (here() and is_function)
+
+    return is_left
 
 
 def _checkpointed(run_function: Any, _preserve_rng_state: Any, *args: Any) -> Any:
@@ -257,6 +285,16 @@ def _autocast_init(original: Any, here: Callable[[], bool]) -> Any:
     return init
 
 
+def _autocast_cast(original: Any, here: Callable[[], bool]) -> Any:
+    """custom_fwd(cast_inputs=...) for GPUs casts tensors that lie there; the example's lie on the host."""
+
+    def cast(value: Any, device_type: str, dtype: Any) -> Any:
+        value = original(value, device_type, dtype)
+        return original(value, "cpu", dtype) if here() and device_type == "cuda" else value
+
+    return cast
+
+
 def _func_grad_and_value(original: Any, here: Callable[[], bool]) -> Any:
     return lambda *args, **kwargs: (gradients.grad_and_value if here() else original)(*args, **kwargs)
 
@@ -295,10 +333,13 @@ def _flex_device(original: Any, here: Callable[[], bool]) -> Any:
 
 
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (torch.autograd.Function, "apply", _function_apply),
+    (torch.autograd.Function.__base__, "apply", _function_apply),
+    (torch.autograd.function, "custom_function_call", _mapped_apply),
+    ("torch._dynamo.trace_rules", "is_callable_allowed", _left_whole),
     (torch.autograd.grad_mode.inference_mode, "__enter__", _inference_enter),
     (torch.autograd.grad_mode.inference_mode, "__exit__", _inference_exit),
     (torch.amp.autocast_mode.autocast, "__init__", _autocast_init),
+    (torch.amp.autocast_mode, "_cast", _autocast_cast),
     (eager_transforms, "grad_and_value_impl", _func_grad_and_value),
     (eager_transforms, "_vjp_with_argnums", _func_vjp),
     (eager_transforms, "_jvp_with_argnums", _func_jvp),

@@ -62,7 +62,7 @@ def explained(error: Exception) -> BridgeError:
         if re.search(pattern, f"{type(error).__name__}: {text}\n{place}"):
             what, hint = known, way_out
             break
-    where = [f"at {place}"] if place else []
+    where = [*([f"at {place}"] if place else []), *getattr(error, "__notes__", ())]
     return BridgeError(message(what, *where, f"torch: {type(error).__name__}: {first[:300]}", hint=hint))
 
 

@@ -1,8 +1,9 @@
 """autograd.Functions that the user gave a JAX function for: one opaque operator a call signature.
 
 `register_lowering(MyFunction)` keeps the JAX function; while exporting, `MyFunction.apply` becomes an
-operator of ours that takes its tensors and numbers. Other arguments (strings, enums, callables, None)
-and the structure of arguments and results are part of the operator.
+operator of ours that takes its tensors and numbers; its own backward is not used (others: see `followed`).
+Other arguments (strings, enums, callables, None) and the structure of arguments and results are part of the
+operator.
 """
 
 import itertools

@@ -53,7 +53,8 @@ def _seed(output: torch.Tensor) -> torch.Tensor:
 
 def _connected(outputs: Any, inputs: Any, allow_unused: bool | None, materialize: bool) -> list[bool]:
     """Which inputs the outputs depend on, by torch's autograd, which raises its own errors."""
-    with disable_proxy_modes_tracing():
+    # Nor is the question itself on a tape.
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
         inner = [_innermost(y) for y in outputs]
         found = torch.autograd.grad(
             inner,

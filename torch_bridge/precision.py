@@ -128,6 +128,11 @@ def precision_of(given: Any) -> Precision:
 _active: ContextVar[bool] = ContextVar("gpu_rules", default=False)
 
 
+def follows_gpus() -> bool:
+    """Whether autocast on the host follows the lists of GPUs just now."""
+    return _active.get()
+
+
 @contextlib.contextmanager
 def gpu_rules() -> Iterator[None]:
     """Let autocast on the host follow the lists of GPUs, for a while and for the whole process."""

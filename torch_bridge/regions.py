@@ -112,7 +112,12 @@ def _written_inputs(body: GraphModule) -> tuple[list[int], dict[int, int]]:
             memory[node] = memory[viewed]
         for inner in bodies(body, node) if node.target in (_NO_GRAD, _AUTOCAST) else ():
             operands = [arg for arg in node.args if isinstance(arg, Node) and arg.op != "get_attr"]
-            targets += [operands[position] for position in _written_inputs(inner)[0]]
+            positions, returned = _written_inputs(inner)
+            targets += [operands[position] for position in positions]
+            for result in node.users:
+                source = operands[returned[result.args[1]]] if result.args[1] in returned else None
+                if source in itself:
+                    itself[result] = memory[result] = itself[source]
         found |= dict.fromkeys(memory[target] for target in targets if target in memory)
     (output,) = [node for node in body.graph.nodes if node.op == "output"]
     results = {i: itself[value] for i, value in enumerate(output.args[0]) if value in itself}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torch_bridge.custom_gradient import fold_backwards
 from torch_bridge.grouped import mark_regrouped
 from torch_bridge.program import Graph, Node, Ref
 from torch_bridge.upcasts import without_upcasts
@@ -22,7 +23,7 @@ _aten = torch.ops.aten
 
 def simplify(graph: Graph, input_shapes: tuple[tuple[int, ...], ...]) -> Graph:
     """Leave out what no output needs, and write indexing and masks as what they mean (see above)."""
-    graph = graph.pruned()
+    graph = fold_backwards(graph.pruned())
     nodes = (_reshaped(graph, node, input_shapes) for node in graph.nodes)
     graph = replace(graph, nodes=tuple(_with_small_mask(graph, node, input_shapes) for node in nodes))
     return mark_regrouped(without_upcasts(graph), input_shapes)

@@ -256,22 +256,19 @@ class Doubling(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g * 3
+        return g.numpy() * 3
 
 
-def test_a_custom_autograd_function_is_refused_with_the_way_out() -> None:
+def test_a_backward_outside_torch_is_refused_with_the_way_out() -> None:
     class Uses(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Doubling.apply(x)
 
     with pytest.raises(BridgeError) as caught:
         convert(Uses(), (torch.ones(2, 2),))
-    assert "Doubling is a custom autograd.Function" in str(caught.value)
-    assert "Doubling.apply(x)" in str(caught.value)
+    assert "Doubling, an autograd.Function, cannot be followed" in str(caught.value)
+    assert "return g.numpy() * 3" in str(caught.value)
     assert "jax.custom_vjp" in str(caught.value)
-    x = torch.ones(2, requires_grad=True)
-    Doubling.apply(x).sum().backward()  # torch works on as before
-    assert x.grad is not None
 
 
 def test_checkpointed_regions_are_inlined_with_their_gradients() -> None:

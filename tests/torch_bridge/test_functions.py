@@ -123,16 +123,6 @@ def test_numbers_given_to_a_function_may_follow_the_batch() -> None:
         np.testing.assert_allclose(converted.apply({}, {}, x)[0], ByRows()(x), rtol=1e-6)
 
 
-class Unknown(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return grad
-
-
 class Dirty(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -156,12 +146,9 @@ class Applies(nn.Module):
         return self.function.apply(x * 1.0)
 
 
-@pytest.mark.parametrize(
-    "function, words", [(Unknown, r"register_lowering\(Unknown\)"), (Dirty, "writes into what it is given")]
-)
-def test_a_function_that_cannot_be_kept_is_refused(function: Any, words: str) -> None:
-    with pytest.raises(BridgeError, match=words):
-        convert(Applies(function), (torch.ones(2, 3),))
+def test_a_registered_function_that_writes_what_it_is_given_is_refused() -> None:
+    with pytest.raises(BridgeError, match="writes into what it is given"):
+        convert(Applies(Dirty), (torch.ones(2, 3),))
 
 
 @torch.library.custom_op("bridge_tests::nobody_writes", mutates_args=("x",))

@@ -147,7 +147,9 @@ _add("starcoder2", "Starcoder2ForCausalLM", tokens, sliding_window=4, **GROUPED)
 _add("granite", "GraniteForCausalLM", tokens, **GROUPED)
 _add("granitemoe", "GraniteMoeForCausalLM", tokens, num_local_experts=4, num_experts_per_tok=2, **GROUPED)
 _add("phi", "PhiForCausalLM", tokens, **SMALL)
-_add("phimoe", "PhimoeForCausalLM", tokens, num_local_experts=4, num_experts_per_tok=2, **GROUPED)
+_add(
+    "phimoe", "PhimoeForCausalLM", tokens, random=True, num_local_experts=4, num_experts_per_tok=2, **GROUPED
+)
 _add("persimmon", "PersimmonForCausalLM", tokens, **SMALL)
 _add("nemotron", "NemotronForCausalLM", tokens, head_dim=4, **GROUPED)
 _add("glm", "GlmForCausalLM", tokens, head_dim=4, **GROUPED)

@@ -4,7 +4,13 @@ import pytest
 
 from tests.torch_bridge.zoo.stages import NETWORKS, TOPOLOGIES, play
 
-QUICK = {"two linears with a scalar", "tied linear", "embedding", "loss inside, two inputs"}
+QUICK = {
+    "two linears with a scalar",
+    "tied linear",
+    "embedding",
+    "loss inside, two inputs",
+    "backwards of its own",
+}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ten small networks, each with one thing that makes cutting a graph hard."""
+"""Eleven small networks, each with one thing that makes cutting a graph hard."""
 
 from typing import Any
 
@@ -134,3 +134,30 @@ class LeNet(nn.Module):
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = F.relu(self.fc1(x.flatten(1)))
         return F.log_softmax(self.fc3(F.relu(self.fc2(x))), -1)
+
+
+class Product(torch.autograd.Function):
+    """A linear layer whose weight learns at half the rate, and whose input sees a smooth activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return torch.relu(x @ weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grad * torch.sigmoid(x @ weight.t())
+        return grad @ weight, grad.t() @ x / 2
+
+
+@network(vectors, name="backwards of its own")
+class OwnBackwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = Product.apply(x, layer.weight) + layer.bias
+        return x
