@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_jax.contract import Remat
 from rannc_jax.partition.candidate import Candidate
-from rannc_jax.partition.constraints import Constraints, NamedSchedule
+from rannc_jax.partition.constraints import NamedSchedule
 from rannc_jax.partition.interval import IntervalCosts, IntervalTable, Matrix, Site, busy_weight
+from rannc_jax.partition.mode import Mode
 from rannc_jax.partition.space import Space, replica_counts
 from rannc_jax.partition.stage import Placement, StageModel
 
@@ -66,14 +66,12 @@ class ChainSearch:
     def __init__(
         self,
         costs: IntervalCosts,
-        constraints: Constraints,
         space: Space,
         schedule: NamedSchedule,
         num_microbatches: int,
     ) -> None:
         self.model: StageModel = costs.model
         self.costs = costs
-        self.constraints = constraints
         self.space = space
         self.schedule = schedule
         self.num_microbatches = num_microbatches
@@ -83,7 +81,7 @@ class ChainSearch:
             self.closed[:] = True
             self.closed[list(space.boundaries)] = False
         self._least_busy_s = 0.0
-        self._tables: dict[tuple[Site, int, int, tuple[Remat, ...]], IntervalTable] = {}
+        self._tables: dict[tuple[Site, int, int, tuple[Mode, ...]], IntervalTable] = {}
 
     def outlook(self) -> tuple[float, Candidate | None]:
         """A step that no plan of this case is estimated to beat, and a plan near it, which may not fit.
@@ -166,14 +164,14 @@ class ChainSearch:
 
     def _sweep(self, combine: np.ufunc, pick: Pick) -> _Layer:
         """Plans of any number of stages, as a layer that continues in itself."""
-        layer, constraints = self._no_stage(), self.constraints
+        layer = self._no_stage()
         stages = range(self.space.num_stages or 1)
-        remats = tuple(dict.fromkeys(remat for stage in stages for remat in constraints.remats_of(stage)))
+        modes = tuple(dict.fromkeys(mode for stage in stages for mode in self.space.modes_of(stage)))
         in_flight = self.schedule.in_flight(0, 1, self.num_microbatches)
         priced = []
         for count in sorted({count for stage in stages for count in self._replicas(stage)}):
             sites, site_of = self.costs.sites(count)
-            cost = np.stack([pick(self._table(site, count, in_flight, remats)) for site in sites])
+            cost = np.stack([pick(self._table(site, count, in_flight, modes)) for site in sites])
             priced.append((count, cost, site_of))
         for begin in range(self.model.num_blocks - 1, -1, -1):
             for count, cost, site_of in priced:
@@ -192,7 +190,7 @@ class ChainSearch:
         """Put one stage before the plans in `later`, which have `after` stages."""
         value = np.full_like(later, np.inf)
         next_block, replicas = np.zeros(later.shape, np.int16), np.zeros(later.shape, np.int16)
-        for count in self._replicas(self._stage(after)):
+        for count in self._replicas(self.space.stage_before(after)):
             sites, site_of = self.costs.sites(count)
             cost = np.stack([pick(self._table_after(site, count, after)) for site in sites])
             total = combine(cost[site_of], later[count:, None, :])
@@ -215,25 +213,21 @@ class ChainSearch:
         replicas[later < value] = SKIP_DEVICE
         np.copyto(value, later)
 
-    def _stage(self, after: int) -> int:
-        """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
-        return 0 if self.space.num_stages is None else self.space.num_stages - 1 - after
-
     def _replicas(self, stage: int) -> tuple[int, ...]:
-        fixed = self.constraints.replicas_of(stage)
+        fixed = self.space.constraints.replicas_of(stage)
         return replica_counts(self.model, self.model.rows // self.num_microbatches, fixed)
 
     def _table_after(self, site: Site, replicas: int, after: int) -> IntervalTable:
         """Prices of a stage with `after` stages behind it."""
         in_flight = self.schedule.in_flight(0, after + 1, self.num_microbatches)
-        return self._table(site, replicas, in_flight, self.constraints.remats_of(self._stage(after)))
+        return self._table(site, replicas, in_flight, self.space.modes_of(self.space.stage_before(after)))
 
-    def _table(self, site: Site, replicas: int, in_flight: int, remats: tuple[Remat, ...]) -> IntervalTable:
+    def _table(self, site: Site, replicas: int, in_flight: int, modes: tuple[Mode, ...]) -> IntervalTable:
         """Prices of a stage, where the user's cuts allow one."""
-        key = (site, replicas, in_flight, remats)
+        key = (site, replicas, in_flight, modes)
         if key not in self._tables:
             table = self.costs.table(
-                site, replicas, self.num_microbatches, in_flight, self.schedule.has_backward, remats
+                site, replicas, self.num_microbatches, in_flight, self.schedule.has_backward, modes
             )
             for matrix in (table.sum_s, table.busy_s, table.fullness):
                 matrix[self.closed, :] = np.inf

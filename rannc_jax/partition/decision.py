@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rannc_jax.contract import Sharding
 from rannc_jax.partition.candidate import Evaluation
 from rannc_jax.partition.constraints import NamedSchedule
 from rannc_jax.partition.stage import MEMORY_CLASSES, StageModel
@@ -19,12 +18,12 @@ class Decision:
         num_microbatches: parts the batch is cut into.
         schedule: one of those handed to the search.
         step_s: predicted seconds of one step, gradient reduction and update included.
-        bubble_fraction: idle share of the timeline, mean over stages.
+        bubble_fraction: idle share of the timeline, mean over ranks.
         transfers: (source, target, seconds of values, of cotangents or None), as the simulator takes
             them with the stages' `forward_s` and `backward_s`.
-        tail_s: by stage, seconds after its last action: prologue, reduction, update.
         bound_s: no plan of this program on this cluster is faster.
-        is_optimal: the search was exhaustive: no other plan is faster under the same costs.
+        is_optimal: the search was exhaustive: no other plan with one chunk a rank and whole backwards is
+            faster under the same costs.
         crossings: values that go from one stage to others.
         ties: parameters that several stages read.
         runners_up: best first.
@@ -37,7 +36,6 @@ class Decision:
     step_s: float
     bubble_fraction: float
     transfers: tuple[tuple[int, int, float, float | None], ...]
-    tail_s: tuple[float, ...]
     bound_s: float
     is_optimal: bool
     crossings: tuple[Crossing, ...]
@@ -66,16 +64,19 @@ def decide(
         Stage(
             blocks=placed.blocks,
             devices=tuple(placed.devices),
-            remat=price.remat,
-            sharding=Sharding.REPLICATED,
+            remat=price.mode.remat,
+            sharding=price.mode.sharding,
+            offload=price.mode.offload,
             forward_s=price.forward_s,
             backward_s=price.backward_s,
+            weight_s=price.weight_s,
+            tail_s=price.tail_s,
             memory_bytes=dict(zip(MEMORY_CLASSES, price.memory_bytes, strict=True)),
         )
         for placed, price in zip(candidate.placements, best.prices, strict=True)
     )
     stage_of = {block: index for index, stage in enumerate(stages) for block in stage.blocks}
-    idle = model.num_devices - sum(stage.num_replicas for stage in stages)
+    idle = model.num_devices - len({device for stage in stages for device in stage.devices})
     idle_note = [f"{idle} of {model.num_devices} devices stay idle: no faster use of them was found."]
     return Decision(
         stages=stages,
@@ -84,7 +85,6 @@ def decide(
         step_s=best.step_s,
         bubble_fraction=best.bubble_fraction,
         transfers=best.transfers,
-        tail_s=tuple(price.tail_s for price in best.prices),
         bound_s=bound_s,
         is_optimal=is_optimal,
         crossings=_crossings(model, stage_of),
@@ -97,12 +97,14 @@ def decide(
 def summary(evaluation: Evaluation) -> str:
     """One line a person can tell plans apart by."""
     candidate = evaluation.candidate
-    counts = [placed.num_replicas for placed in candidate.placements]
+    counts = [placed.num_replicas for placed in candidate.placements[: candidate.num_ranks]]
     replicas = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
+    words = {price.mode.sharding.value for price in evaluation.prices} - {"replicated"}
+    words |= {"offload"} if any(price.mode.offload for price in evaluation.prices) else set()
     return (
         f"{candidate.num_stages} stage{'s' if candidate.num_stages > 1 else ''} x {replicas}, "
         f"{candidate.num_microbatches} microbatch{'es' if candidate.num_microbatches > 1 else ''}, "
-        f"{candidate.schedule.name}"
+        f"{candidate.schedule.name}" + "".join(f", {word}" for word in sorted(words))
     )
 
 
