@@ -13,21 +13,7 @@ from rannc_jax.partition.interval import IntervalCosts
 from rannc_jax.partition.order import orders
 from rannc_jax.partition.space import Menu, Space, chain_schedules, search_space
 from rannc_jax.partition.stage import MEMORY_CLASSES, StageModel
-
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for a person, in the largest binary unit that leaves at least 0.1.
-
-    Example:
-        >>> gib(3 * 2**29), gib(5000)
-        ('1.5 GiB', '4.9 KiB')
-    """
-    for size, unit in _UNITS:
-        if num_bytes >= size / 10:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"
+from rannc_jax.words import gib
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,14 @@ from rannc_jax.partition.constraints import Constraints
 from rannc_jax.partition.decision import Decision, decide, summary
 from rannc_jax.partition.derived import derived
 from rannc_jax.partition.exact import ExactResult, exact_search
-from rannc_jax.partition.infeasible import explain_infeasible, gib
+from rannc_jax.partition.infeasible import explain_infeasible
 from rannc_jax.partition.interval import IntervalCosts
 from rannc_jax.partition.order import orders
 from rannc_jax.partition.refine import refine
 from rannc_jax.partition.space import Menu, Space, chain_schedules, replica_counts, search_space
 from rannc_jax.partition.stage import Placement, StageModel
 from rannc_jax.plan import RunnerUp
+from rannc_jax.words import gib
 
 MOST_PRICED = 48
 """Proposals that are priced on the clock, best estimates first."""

@@ -14,7 +14,7 @@ from rannc_jax.cluster import ClusterSpec
 from rannc_jax.contract import Remat, Sharding
 from rannc_jax.errors import PlanError, message
 from rannc_jax.mistakes import Mistakes, shown
-from rannc_jax.plan import check, codec, text
+from rannc_jax.plan import check, codec, explain, text
 
 PLAN_VERSION = 2
 
@@ -167,6 +167,11 @@ class Plan:
 
     def __str__(self) -> str:
         return text.table(self)
+
+    def explain(self) -> str:
+        """Why the plan is as it is: where the step goes, what limits it (memory, a heavy block, links), how
+        far from the best it can be, time and memory of every device, and why the runners-up lost."""
+        return explain.explain(self)
 
     def diff(self, other: "Plan") -> str:
         """What is different in `other`, one line a difference; "" if the plans are equal in all that
