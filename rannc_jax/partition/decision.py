@@ -7,6 +7,7 @@ from rannc_jax.partition.candidate import Evaluation
 from rannc_jax.partition.constraints import NamedSchedule
 from rannc_jax.partition.stage import MEMORY_CLASSES, StageModel
 from rannc_jax.plan import Crossing, RunnerUp, Stage, Tie
+from rannc_jax.words import ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +110,26 @@ def summary(evaluation: Evaluation) -> str:
 
 
 def _runners_up(best: Evaluation, others: Sequence[Evaluation], most: int = 5) -> list[RunnerUp]:
-    """The best of each other number of stages and schedule."""
-    seen = {(best.candidate.num_stages, best.candidate.schedule.name)}
+    """The best of each other number of stages and schedule; one stage is the same by any schedule."""
+    seen = {_kind(best)}
     result: list[RunnerUp] = []
     for other in sorted(others, key=lambda other: other.rank):
-        key = (other.candidate.num_stages, other.candidate.schedule.name)
+        key = _kind(other)
         if key not in seen and len(result) < most:
             seen.add(key)
             result.append(RunnerUp(summary=summary(other), step_s=other.step_s, reason=_reason(best, other)))
     return result
 
 
+def _kind(evaluation: Evaluation) -> tuple[int, str]:
+    candidate = evaluation.candidate
+    return candidate.num_stages, candidate.schedule.name if candidate.num_stages > 1 else ""
+
+
 def _reason(best: Evaluation, other: Evaluation) -> str:
     """Where the other plan loses most of its time."""
     parts = (
-        ("the busiest stage works", other.busiest_s, best.busiest_s),
+        ("the busiest rank works", other.busiest_s, best.busiest_s),
         (
             "filling, draining and transfers take",
             other.pipeline_s - other.busiest_s,
@@ -138,7 +144,7 @@ def _reason(best: Evaluation, other: Evaluation) -> str:
     name, loses_s, wins_s = max(parts, key=lambda part: part[1] - part[2])
     if other.rank[0] <= best.rank[0]:
         return "as fast; the plan with fewer parts and less memory was taken"
-    return f"{name} {1e3 * loses_s:.3g} ms, against {1e3 * wins_s:.3g} ms"
+    return f"{name} {ms(loses_s)} ms, against {ms(wins_s)} ms"
 
 
 def _crossings(model: StageModel, stage_of: dict[int, int]) -> tuple[Crossing, ...]:

@@ -67,9 +67,10 @@ class IntervalCosts:
         self.sites = functools.cache(self._sites)
         self._sums = functools.cache(self._kind_sums)
 
-    def _sites(self, replicas: int) -> tuple[list[Site], NDArray[np.intp]]:
-        """Distinct sites of a stage of `replicas`, and the site by first device."""
-        found = [self.site_of(first, replicas) for first in range(self.model.num_devices - replicas + 1)]
+    def _sites(self, replicas: int, unit: int) -> tuple[list[Site], NDArray[np.intp]]:
+        """Distinct sites of a stage of `replicas`, and the site by first unit of so many devices."""
+        last = self.model.num_devices // unit * unit - -(-replicas // unit) * unit
+        found = [self.site_of(first, replicas) for first in range(0, last + 1, unit)]
         sites = list(dict.fromkeys(found))
         return sites, np.array([sites.index(site) for site in found])
 

@@ -18,7 +18,7 @@ from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simu
 from rannc_jax.partition.chain import ChainSearch, Estimate
 from rannc_jax.partition.constraints import Constraints
 from rannc_jax.partition.decision import Decision, decide, summary
-from rannc_jax.partition.derived import derived
+from rannc_jax.partition.even import even_cuts, split_backwards
 from rannc_jax.partition.exact import ExactResult, exact_search
 from rannc_jax.partition.infeasible import explain_infeasible
 from rannc_jax.partition.interval import IntervalCosts
@@ -115,11 +115,13 @@ def _resident_or_offloaded(
 
 
 def _best(pool: "_Pool", most_visited: int) -> ExactResult:
-    """Propose, refine, prove; then the schedules that are no chains."""
+    """Propose, refine, prove."""
     evaluator, space = pool.evaluator, pool.evaluator.space
     if chain_schedules(space.schedules):
         _propose(pool, space)
-    for candidate in derived(evaluator, pool.ranked()):
+    for candidate in even_cuts(evaluator):
+        pool.price(candidate)
+    for candidate in split_backwards(evaluator, pool.ranked()):
         pool.price(candidate)
     for start in pool.ranked()[:MOST_REFINED]:
         pool.add(refine(evaluator, start, most_tried=MOST_TRIED))

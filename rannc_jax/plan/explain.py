@@ -51,7 +51,9 @@ def _shape(plan: "Plan") -> str:
         kind = {"replicated": "data parallel", "fsdp": "fully sharded data parallel (FSDP)"}
         name = kind.get(kept, f"data parallel with sharded state ({kept})")
         return f"{name} over {count(counts[0], 'device')}" if counts[0] > 1 else "one device"
-    return f"a pipeline of {count(plan.num_stages, 'stage')} x {replicas} replicas, {plan.schedule}"
+    ranks = len(ranks_of(plan))
+    over = "" if ranks == plan.num_stages else f" over {ranks} groups of devices"
+    return f"a pipeline of {plan.num_stages} stages{over} x {replicas} replicas, {plan.schedule}"
 
 
 def _work_s(plan: "Plan", stages: list[int]) -> float:

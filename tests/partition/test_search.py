@@ -245,6 +245,6 @@ def test_the_check_finds_blocks_placed_twice_shared_devices_and_flow_backwards()
         check_decision(swapped, table, spec, Constraints(), rows=8)
     with pytest.raises(PlanError, match=r"in several stages: \[0\]") as caught:
         check_decision(shared, table, spec, Constraints(), rows=8)
-    assert "devices used twice: [0]" in str(caught.value)
+    assert "devices used too often: [0]" in str(caught.value)
     with pytest.raises(PlanError, match="stage 0 needs"):
         check_decision(decision, table, spec, Constraints(memory_limit_bytes=1), rows=8)

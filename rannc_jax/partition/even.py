@@ -1,8 +1,9 @@
-"""Plans for schedules that are no chains: a backward in two halves, several chunks a rank.
+"""Plans that are not built stage by stage: even cuts, several chunks a rank, a backward in two halves.
 
-What such a plan keeps in flight depends on the whole of it, so it is not built stage by stage. Zero-bubble
-plans are the best chains run by another schedule. Interleaved plans cut the blocks into ranks x chunks runs
-of about equal time, the ranks with equal numbers of replicas, and are priced in the order of an estimate.
+Even cuts part the blocks into ranks x chunks runs of about equal time, the ranks with equal numbers of
+replicas; they are what interleaved schedules run, and good company for the chains of the fast search. What a
+split backward keeps in flight depends on the whole plan, so zero-bubble plans are the best plans with whole
+backwards, run by another schedule.
 """
 
 import itertools
@@ -18,35 +19,40 @@ from rannc_jax.partition.order import orders
 from rannc_jax.partition.space import replica_counts
 from rannc_jax.partition.stage import Placement, StageModel
 
+MOST_EVEN = 16
+"""Even cuts that are priced on the clock, with one chunk a rank, and with several."""
 MOST_SPLIT = 12
-"""Chains that are tried with a split backward."""
-MOST_CHUNKED = 16
-"""Interleaved plans that are priced on the clock."""
+"""Plans that are tried with a split backward."""
 
 
-def derived(evaluator: Evaluator, chains: Sequence[Evaluation]) -> Iterator[Candidate]:
-    """Candidates of the schedules that are no chains, the most promising ones.
+def even_cuts(evaluator: Evaluator) -> Iterator[Candidate]:
+    """The most promising even cuts, by an estimate of their steps."""
+    whole = [schedule for schedule in evaluator.space.schedules if not schedule.splits_backward]
+    for several in (False, True):
+        schedules = [schedule for schedule in whole if (schedule.num_chunks > 1) is several]
+        found = [cut for schedule in schedules for cut in _cuts(evaluator, schedule)]
+        found.sort(key=lambda cut: (cut.step_s, cut.num_stages, cut.num_microbatches))
+        for cut in found[:MOST_EVEN]:
+            yield cut.candidate(evaluator.model)
 
-    Args:
-        evaluator: its space says what is allowed.
-        chains: priced plans, best first.
-    """
+
+def split_backwards(evaluator: Evaluator, whole: Sequence[Evaluation]) -> Iterator[Candidate]:
+    """Plans with whole backwards and one chunk a rank, best first, run by schedules that split them."""
+    plans = dict.fromkeys(
+        (found.candidate.num_microbatches, found.candidate.placements)
+        for found in whole
+        if found.candidate.schedule.num_chunks == 1
+    )
     for schedule in evaluator.space.schedules:
-        if schedule.splits_backward and schedule.num_chunks == 1:
-            plans = dict.fromkeys((c.candidate.num_microbatches, c.candidate.placements) for c in chains)
+        if schedule.splits_backward:
             for m, placements in itertools.islice(plans, MOST_SPLIT):
                 if schedule.runs(len(placements), m):
                     yield Candidate(schedule, m, placements)
-    several = [schedule for schedule in evaluator.space.schedules if schedule.num_chunks > 1]
-    chunked = [estimate for schedule in several for estimate in _chunked(evaluator, schedule)]
-    chunked.sort(key=lambda estimate: (estimate.step_s, estimate.num_stages, estimate.num_microbatches))
-    for estimate in chunked[:MOST_CHUNKED]:
-        yield estimate.candidate(evaluator.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunked:
-    """An interleaved plan before it is priced."""
+class _Cut:
+    """A plan before it is priced."""
 
     step_s: float
     schedule: NamedSchedule
@@ -68,12 +74,12 @@ class _Chunked:
         return Candidate(self.schedule, self.num_microbatches, placements)
 
 
-def _chunked(evaluator: Evaluator, schedule: NamedSchedule) -> Iterator[_Chunked]:
+def _cuts(evaluator: Evaluator, schedule: NamedSchedule) -> Iterator[_Cut]:
     """For every number of ranks, microbatches and replicas the cut into runs of about equal time."""
     model, space, chunks = evaluator.model, evaluator.space, schedule.num_chunks
     order = tuple(range(model.num_blocks)) if space.boundaries else orders(model.num_blocks, model.values)[0]
     most = min(model.num_devices, model.num_blocks // chunks)
-    for ranks, m in itertools.product(range(2, most + 1), space.num_microbatches):
+    for ranks, m in itertools.product(range(1 if chunks == 1 else 2, most + 1), space.num_microbatches):
         num_stages = ranks * chunks
         if space.num_stages not in (None, num_stages) or not schedule.runs(num_stages, m):
             continue
@@ -83,7 +89,7 @@ def _chunked(evaluator: Evaluator, schedule: NamedSchedule) -> Iterator[_Chunked
             if len(ends) == num_stages:
                 sums = np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]])
                 busiest_s = float(sums.reshape(chunks, ranks).sum(axis=0).max())
-                yield _Chunked(
+                yield _Cut(
                     step_s=m * busiest_s + (ranks - 1) * float(sums.max()),
                     schedule=schedule,
                     num_microbatches=m,
