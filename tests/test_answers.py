@@ -93,10 +93,11 @@ def test_a_small_model_on_fast_links_is_data_parallel():
 
 def test_a_model_that_just_fits_fully_sharded_is_fully_sharded():
     width = 12_288
-    found = plan(contrastive_loss, [layer(width) for _ in range(16)], shape(64, 2048, width), NVLINK)
+    found = plan(contrastive_loss, [layer(width) for _ in range(16)], shape(256, 512, width), NVLINK)
     assert found.explain().startswith("fully sharded data parallel (FSDP) over 8 devices: step ")
     said = found.explain()
     assert "memory: state is sharded over replicas (fsdp)" in said
+    assert "1 stage x 8, 1 microbatch, 1f1b needs " in said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from rannc_jax.cluster import ClusterSpec
+from rannc_jax.contract import Sharding
 from rannc_jax.cost.table import CostTable
 from rannc_jax.errors import InfeasibleError, PlanError, message
 from rannc_jax.partition.bound import lower_bound
@@ -196,10 +197,13 @@ def _is_allowed(candidate: Candidate, space: Space) -> bool:
 
 
 def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[RunnerUp]:
-    """Plain data parallelism, if memory alone forbids it: the plan a user would try first."""
+    """Data parallelism, as plain as allowed, if memory alone forbids it: what a user would try first."""
     if space.num_stages not in (None, 1) or not chain_schedules(space.schedules):
         return []
     model, schedule = evaluator.model, chain_schedules(space.schedules)[0]
+    if Sharding.REPLICATED in space.shardings:
+        space = replace(space, shardings=(Sharding.REPLICATED,), offloads=(False,))
+        evaluator = Evaluator(model, space, evaluator.simulate)
     blocks = tuple(range(model.num_blocks))
     candidates = []
     for num_microbatches in space.num_microbatches:

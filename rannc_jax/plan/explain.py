@@ -112,8 +112,8 @@ def _memory(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[s
         yield f"memory: stage {names} fills {share:.0%} of what its devices may use ({parts})"
         if saved:
             yield f"memory: residuals are computed again ({', '.join(saved)}) to fit"
-        if sharded:
-            yield f"memory: state is sharded over replicas ({', '.join(sharded)})"
+    if sharded:
+        yield f"memory: state is sharded over replicas ({', '.join(sharded)})"
     if any(stage.offload for stage in plan.stages):
         yield "memory: optimizer state lies in host memory, fetched for every update"
     lost = [other for other in plan.runners_up if other.reason.startswith("needs ")]

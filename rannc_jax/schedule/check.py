@@ -73,8 +73,8 @@ def _unit_starts(actions: Grid) -> list[list[int]]:
                 own[microbatch] = clock
             elif kind is not Kind.WEIGHT_GRAD:
                 back[microbatch] = clock
-        near = {rank_of.get(stage + by) for stage in touched for by in (-1, 1)}
-        waiting += sorted(near - {None, rank})
+        near = {rank_of[other] for stage in touched for other in (stage - 1, stage + 1) if other in rank_of}
+        waiting += sorted(near - {rank})
     return starts
 
 

@@ -1,6 +1,7 @@
 """Sharding, offloading and schedules that are no chains: when they win, and that the numbers are right."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def machine(num_devices, memory_bytes):
     return replace(uniform(num_devices, memory_bytes=memory_bytes, bytes_per_s=1e12), intra_host=fast)
 
 
-def decide(table, cluster, menu, *, rows=8, splittable=True, **constraints):
+def decide(table, cluster, menu, *, rows=8, splittable=True, **constraints: Any):
     chosen = Constraints(**constraints)
     decision = search(table, cluster, chosen, rows=rows, menu=menu, simulate=simulate, splittable=splittable)
     check_decision(decision, table, cluster, chosen, rows=rows)
@@ -94,7 +95,7 @@ def test_a_sharding_that_is_fixed_is_kept():
 
 def test_several_chunks_a_rank_shrink_the_bubble():
     table, cluster = network(16), machine(4, 2**40)
-    fixed = {"rows": 4, "num_microbatches": 4, "replicas": 1}
+    fixed: dict[str, Any] = {"rows": 4, "num_microbatches": 4, "replicas": 1}
     chain = decide(table, cluster, Menu(schedules=CHAINS), **fixed, num_stages=4)
     chunked = decide(table, cluster, Menu(schedules=(*CHAINS, Interleaved(2), Interleaved(4))), **fixed)
     assert chunked.schedule == Interleaved(4)
@@ -108,7 +109,7 @@ def test_several_chunks_a_rank_shrink_the_bubble():
 def test_memory_of_stages_that_share_devices_adds_up():
     table = network(16)
     menu = Menu(schedules=(OneFOneB(), Interleaved(2)))
-    fixed = {"rows": 4, "num_microbatches": 4, "replicas": 1, "remat": Remat.SAVE_ALL}
+    fixed: dict[str, Any] = {"rows": 4, "num_microbatches": 4, "replicas": 1, "remat": Remat.SAVE_ALL}
     needed = decide(table, machine(4, 2**40), menu, **fixed)
     peak = max(
         sum(stage.peak_bytes for stage in needed.stages if stage.devices == devices)
@@ -120,7 +121,7 @@ def test_memory_of_stages_that_share_devices_adds_up():
 
 def test_weight_gradients_that_wait_fill_the_bubble():
     table, cluster = network(8), machine(4, 2**40)
-    fixed = {"rows": 8, "num_microbatches": 8, "replicas": 1, "num_stages": 4}
+    fixed: dict[str, Any] = {"rows": 8, "num_microbatches": 8, "replicas": 1, "num_stages": 4}
     chain = decide(table, cluster, Menu(schedules=CHAINS), **fixed)
     split = decide(table, cluster, Menu(schedules=(*CHAINS, ZeroBubble())), **fixed)
     assert split.schedule == ZeroBubble()
