@@ -21,10 +21,16 @@ from rannc_jax.errors import MeshError, PlanError, TraceError, message
 from rannc_jax.ir.example import AUTO, Example, Subject, make_example, subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.partition.constraints import Constraints
+from rannc_jax.partition.space import Menu, check_menu
 from rannc_jax.plan import Plan
-from rannc_jax.planning import Request, plan_function
+from rannc_jax.planning import EVERYTHING, Request, plan_function
 from rannc_jax.progress import Progress
+from rannc_jax.runtime.abilities import OFFLOADS, SCHEDULES, SHARDINGS, check_runs
 from rannc_jax.runtime.step import Defaults, Options, Step
+from rannc_jax.schedule import schedule_named
+
+RUNNABLE = Menu(schedules=tuple(map(schedule_named, SCHEDULES)), shardings=SHARDINGS, offloads=OFFLOADS)
+"""What the planner may choose from where the plan is to be run."""
 
 Mesh = str | Path | Mapping[str, Any] | ClusterSpec | jax.sharding.Mesh | None
 
@@ -79,12 +85,17 @@ def auto_partition(
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
     constraints, options = _settings(settings, batch_stats, (*_CONSTRAINTS, *_OPTIONS))
+    check_menu(constraints, RUNNABLE)
     devices, cluster, constraints = _devices(mesh, constraints)
 
     def planner(who: Subject, example: Example) -> tuple[Plan, Graph | None]:
         fitted = _fit_memory(cluster, constraints, devices)
         request = Request(
-            cluster=cluster, constraints=fitted, optimizer=optimizer, allow_coupled=allow_coupled
+            cluster=cluster,
+            constraints=fitted,
+            optimizer=optimizer,
+            allow_coupled=allow_coupled,
+            menu=RUNNABLE,
         )
         return plan_function(who, example, request, progress)
 
@@ -114,6 +125,7 @@ def make_plan(
     batch_dims: Any = AUTO,
     batch_stats: str = AUTO,
     allow_coupled: bool = False,
+    runnable: bool = True,
     progress: Progress | None = None,
     **constraints: Any,
 ) -> Plan:
@@ -124,6 +136,8 @@ def make_plan(
             `auto_partition`.
         params, batch, model_state, frozen, rng: arrays or `jax.ShapeDtypeStruct`s. Without an optimizer
             a tuple `batch` holds the positional arguments after params.
+        runnable: choose from what this release runs. False: from all that can be planned, interleaved and
+            zero-bubble schedules, sharded and offloaded state included.
         **constraints: as in `auto_partition`.
 
     Returns:
@@ -147,7 +161,13 @@ def make_plan(
         batch_dims=batch_dims,
         **given,
     )
-    request = Request(cluster=cluster, constraints=fixed, optimizer=optimizer, allow_coupled=allow_coupled)
+    request = Request(
+        cluster=cluster,
+        constraints=fixed,
+        optimizer=optimizer,
+        allow_coupled=allow_coupled,
+        menu=RUNNABLE if runnable else EVERYTHING,
+    )
     return plan_function(who.with_given(**given), example, request, progress)[0]
 
 
@@ -172,7 +192,7 @@ def parallelize(
         **options: `donate`, `async_errors`, `check_finite`.
 
     Raises:
-        PlanError: in `init`, if the plan belongs to another model.
+        PlanError: the plan asks for what is not run yet; in `init`, if it belongs to another model.
         MeshError: the mesh is too small for the plan, or in `init`, if too few devices are here.
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
@@ -185,6 +205,7 @@ def parallelize(
             )
         )
     _, chosen = _settings(options, AUTO, _OPTIONS)
+    check_runs(plan)
     devices = None
     if isinstance(mesh, jax.sharding.Mesh):
         devices = list(mesh.devices.flat)

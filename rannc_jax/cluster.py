@@ -26,6 +26,7 @@ class DeviceSpec:
         bytes_per_s: device memory bandwidth, read plus write.
         launch_s: seconds that any equation costs at least, in a compiled program.
         dispatch_s: seconds of host time for one program call.
+        host_bytes_per_s: rate of copies to and from pinned host memory, each way.
     """
 
     kind: str
@@ -36,13 +37,16 @@ class DeviceSpec:
     bytes_per_s: float
     launch_s: float = 2e-6
     dispatch_s: float = 60e-6
+    host_bytes_per_s: float = 12e9
 
     def __post_init__(self) -> None:
-        if self.memory_bytes <= 0 or self.bytes_per_s <= 0 or not 0 <= self.memory_margin < 1:
+        rates = (self.bytes_per_s, self.host_bytes_per_s)
+        if self.memory_bytes <= 0 or min(rates) <= 0 or not 0 <= self.memory_margin < 1:
             raise ConfigError(
                 message(
                     f"device kind {self.kind!r} is not usable.",
                     f"memory_bytes={self.memory_bytes}, bytes_per_s={self.bytes_per_s}, "
+                    f"host_bytes_per_s={self.host_bytes_per_s}, "
                     f"memory_margin={self.memory_margin}",
                     hint="positive memory and bandwidth, and a margin in [0, 1).",
                 )

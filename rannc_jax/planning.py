@@ -7,7 +7,7 @@ No device is touched and no array is made; the cluster is described, not present
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from rannc_jax.cluster import ClusterSpec
+from rannc_jax.contract import Sharding
 from rannc_jax.cost import node_seconds, open_graph, price
 from rannc_jax.errors import PlanError, TraceError, message
 from rannc_jax.ir import prepare
@@ -29,9 +30,17 @@ from rannc_jax.partition.block import NodeBlock, coarsen
 from rannc_jax.partition.constraints import AUTO, Constraints
 from rannc_jax.partition.decision import Decision
 from rannc_jax.partition.search import search
+from rannc_jax.partition.space import Menu
 from rannc_jax.plan import Block, Plan
 from rannc_jax.progress import NoProgress, Progress
-from rannc_jax.schedule import Forward, GPipe, OneFOneB, Schedule, simulate
+from rannc_jax.schedule import Forward, GPipe, Interleaved, OneFOneB, ZeroBubble, simulate
+
+EVERYTHING = Menu(
+    schedules=(OneFOneB(), GPipe(), ZeroBubble(), Interleaved(2), Interleaved(3), Interleaved(4), Forward()),
+    shardings=tuple(Sharding),
+    offloads=(False, True),
+)
+"""All that the planner knows to plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +52,14 @@ class Request:
         constraints: what is fixed.
         optimizer: None plans a forward only.
         allow_coupled: split the batch although its rows are coupled.
+        menu: what there is to choose from.
     """
 
     cluster: ClusterSpec
     constraints: Constraints
     optimizer: optax.GradientTransformation | None
     allow_coupled: bool = False
+    menu: Menu
 
 
 def plan_function(
@@ -83,13 +94,14 @@ def plan_function(
     progress.note(f"pricing {len(graph.nodes)} pieces")
     blocks, table = _price(graph, example.params, request)
     progress.note("searching")
-    schedules: tuple[Schedule, ...] = (Forward(),) if request.optimizer is None else (OneFOneB(), GPipe())
+    trains = request.optimizer is not None
+    schedules = tuple(s for s in request.menu.schedules if s.has_backward == trains)
     decision = search(
         table,
         request.cluster,
         request.constraints,
         rows=example.rows,
-        schedules=schedules,
+        menu=replace(request.menu, schedules=schedules),
         simulate=simulate,
         splittable=splittable,
     )

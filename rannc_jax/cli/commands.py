@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("show", help="print a saved plan as a table")
     show.add_argument("plan", help="a file that Plan.save wrote")
+    show.add_argument("--explain", action="store_true", help="say why the plan is as it is")
     show.set_defaults(run=_show)
 
     diff = commands.add_parser("diff", help="say what is different in another plan")
@@ -75,7 +76,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(Plan.load(options.plan))
+    plan = Plan.load(options.plan)
+    print(plan.explain() if options.explain else plan)
     return 0
 
 

@@ -17,7 +17,7 @@ A mesh file lists groups of equal hosts, the links between devices, and what the
     stage = 4
 
 A device file is what a calibration writes: `version`, `kind` and the same keys as may override a preset
-(`platform`, `memory_gib`, `memory_margin`, `memory_gib_per_s`, `launch_us`, `dispatch_us`,
+(`platform`, `memory_gib`, `memory_margin`, `memory_gib_per_s`, `launch_us`, `dispatch_us`, `host_gib_per_s`,
 `[tflops_per_s]` by dtype).
 """
 
@@ -148,6 +148,7 @@ def _read_device_values(section: Section, *, required: bool) -> dict[str, Any]:
     memory_gib_per_s = section.number("memory_gib_per_s", required=required)
     launch_us = section.number("launch_us", zero=True)
     dispatch_us = section.number("dispatch_us", zero=True)
+    host_gib_per_s = section.number("host_gib_per_s")
     said = {
         "platform": section.text("platform", required=required, choices=PLATFORMS),
         "memory_bytes": None if memory_gib is None else round(memory_gib * GIB),
@@ -155,6 +156,7 @@ def _read_device_values(section: Section, *, required: bool) -> dict[str, Any]:
         "bytes_per_s": None if memory_gib_per_s is None else memory_gib_per_s * GIB,
         "launch_s": None if launch_us is None else launch_us * 1e-6,
         "dispatch_s": None if dispatch_us is None else dispatch_us * 1e-6,
+        "host_bytes_per_s": None if host_gib_per_s is None else host_gib_per_s * GIB,
         "flops_per_s": _read_flops(section.table("tflops_per_s")),
     }
     return {name: value for name, value in said.items() if value is not None}

@@ -27,8 +27,9 @@ def _gpu(
     vector: float,
     double: float,
     matrix: dict[str, float],
+    host: float,
 ) -> DeviceSpec:
-    """A GPU from data sheet figures, in TFLOP/s and TB/s.
+    """A GPU from data sheet figures, in TFLOP/s and TB/s; `host` in GB/s each way.
 
     `memory_gib` is what CUDA reports; `vector` and `double` are the rates of the general cores.
     """
@@ -40,6 +41,7 @@ def _gpu(
         memory_bytes=int(memory_gib * 2**30),
         flops_per_s={name: rate * 1e12 for name, rate in rates.items()},
         bytes_per_s=terabytes_per_s * 1e12 * MEMORY_SHARE,
+        host_bytes_per_s=host * 1e9 * PCIE_SHARE,
     )
 
 
@@ -63,19 +65,21 @@ _ADA_4090 = {"tensorfloat32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8
 _AMPERE_3090 = {"tensorfloat32": 35.6, "bfloat16": 71.0, "float16": 71.0}
 _TURING = {"float16": 65.0, "bfloat16": 8.1}  # no bfloat16 units: done in float32
 
+_PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0  # 16 lanes of 8, 16, 32 GT/s, 128b/130b (PCI-SIG)
+
 _DEVICES = (
-    _gpu("v100", 15.8, 0.900, 15.7, 7.8, _VOLTA),  # NVIDIA V100 data sheet, SXM2, 2020
-    _gpu("v100-32gb", 31.7, 0.900, 15.7, 7.8, _VOLTA),  # the same sheet
-    _gpu("a100", 39.4, 1.555, 19.5, 9.7, _AMPERE),  # NVIDIA A100 data sheet, 40 GB SXM, 2021
-    _gpu("a100-80gb", 79.1, 2.039, 19.5, 9.7, _AMPERE),  # the same sheet, 80 GB SXM
-    _gpu("h100", 79.1, 3.35, 66.9, 33.5, _HOPPER),  # NVIDIA H100 data sheet, SXM5; halves of sparse rates
-    _gpu("h200", 139.8, 4.8, 66.9, 33.5, _HOPPER),  # NVIDIA H200 data sheet, SXM; product and copy measured
-    _gpu("l40s", 44.4, 0.864, 91.6, 1.4, _ADA_L40S),  # NVIDIA L40S data sheet, 2023; memory with ECC
-    _gpu("rtx4090", 23.6, 1.008, 82.6, 1.3, _ADA_4090),  # Ada architecture paper v2.1; float32 accumulation
+    _gpu("v100", 15.8, 0.900, 15.7, 7.8, _VOLTA, _PCIE3),  # NVIDIA V100 data sheet, SXM2, 2020
+    _gpu("v100-32gb", 31.7, 0.900, 15.7, 7.8, _VOLTA, _PCIE3),  # the same sheet
+    _gpu("a100", 39.4, 1.555, 19.5, 9.7, _AMPERE, _PCIE4),  # NVIDIA A100 data sheet, 40 GB SXM, 2021
+    _gpu("a100-80gb", 79.1, 2.039, 19.5, 9.7, _AMPERE, _PCIE4),  # the same sheet, 80 GB SXM
+    _gpu("h100", 79.1, 3.35, 66.9, 33.5, _HOPPER, _PCIE5),  # H100 data sheet, SXM5; halves of sparse rates
+    _gpu("h200", 139.8, 4.8, 66.9, 33.5, _HOPPER, _PCIE5),  # H200 data sheet, SXM; product, copy measured
+    _gpu("l40s", 44.4, 0.864, 91.6, 1.4, _ADA_L40S, _PCIE4),  # NVIDIA L40S data sheet, 2023; memory with ECC
+    _gpu("rtx4090", 23.6, 1.008, 82.6, 1.3, _ADA_4090, _PCIE4),  # Ada paper v2.1; float32 accumulation
     _gpu(
-        "rtx3090", 23.7, 0.936, 35.6, 0.56, _AMPERE_3090
+        "rtx3090", 23.7, 0.936, 35.6, 0.56, _AMPERE_3090, _PCIE4
     ),  # GA102 architecture paper v2; float32 accumulation
-    _gpu("t4", 14.6, 0.320, 8.1, 0.25, _TURING),  # NVIDIA T4 data sheet, 2019; 70 W keep it below even that
+    _gpu("t4", 14.6, 0.320, 8.1, 0.25, _TURING, _PCIE3),  # T4 data sheet, 2019; 70 W keep it below that
     # A few cores of a server: 2 x 8 float32 fused multiply-adds a cycle at about 3 GHz are 96 GFLOP/s a
     # core; Eigen products of small networks reach half of two. Two memory channels. Thunks start in 1 us.
     DeviceSpec(
@@ -103,9 +107,9 @@ _LINKS = {
     "nvlink2": _link(150, NVLINK_SHARE, 12),  # V100: 6 links of 25 GB/s (V100 data sheet)
     "nvlink3": _link(300, NVLINK_SHARE, 12),  # A100: 12 links of 25 GB/s (A100 data sheet)
     "nvlink4": _link(450, NVLINK_SHARE, 12),  # H100, H200: 18 links of 25 GB/s; measured
-    "pcie3": _link(15.75, PCIE_SHARE, 20),  # 16 lanes of 8 GT/s, 128b/130b (PCI-SIG)
-    "pcie4": _link(31.5, PCIE_SHARE, 20),  # 16 lanes of 16 GT/s
-    "pcie5": _link(63.0, PCIE_SHARE, 20),  # 16 lanes of 32 GT/s
+    "pcie3": _link(_PCIE3, PCIE_SHARE, 20),
+    "pcie4": _link(_PCIE4, PCIE_SHARE, 20),
+    "pcie5": _link(_PCIE5, PCIE_SHARE, 20),
     "net25g": _link(25 / 8, NETWORK_SHARE, 30),
     "net50g": _link(50 / 8, NETWORK_SHARE, 30),
     "net100g": _link(100 / 8, NETWORK_SHARE, 20),

@@ -187,6 +187,7 @@ class GraphTable:
             working_bytes=working,
             once_s=self._state.once_bytes[block] * per_byte
             + self._state.once_launches[block] * device.launch_s,
+            weight_s=costs.kernels.weight_s(device, rows),
         )
 
 

@@ -55,6 +55,7 @@ class _Rows:
     back_flops: list[float] = field(default_factory=list)
     back_bytes: list[float] = field(default_factory=list)
     back_times: list[float] = field(default_factory=list)
+    back_weight: list[float] = field(default_factory=list)
 
 
 class Kernels:
@@ -85,6 +86,7 @@ class Kernels:
         self._back_flops = np.asarray(rows.back_flops)
         self._back_bytes = np.asarray(rows.back_bytes)
         self._back_times = np.asarray(rows.back_times)
+        self._back_weight = np.asarray(rows.back_weight)
 
     def flops(self, rows: int) -> float:
         """Operations of one forward."""
@@ -114,6 +116,11 @@ class Kernels:
     def backward_s(self, device: DeviceSpec, rows: int, remat: Remat) -> float:
         """Seconds of one backward, what `remat` computes again included."""
         return float(np.sum(self.backward_by_kernel(device, rows, remat)))
+
+    def weight_s(self, device: DeviceSpec, rows: int) -> float:
+        """Seconds of one backward that only make gradients of parameters."""
+        backward = self.backward_by_kernel(device, rows, Remat.SAVE_ALL)
+        return float(np.sum(backward * self._back_weight))
 
     def _seconds(
         self, device: DeviceSpec, work: np.ndarray, moved: np.ndarray, launches: np.ndarray | float
@@ -185,6 +192,7 @@ def _add_kernel(
     share = CONVOLUTION_SHARE if op.name in primitives.CONVOLUTIONS else 1.0
     back = backward_factors(twins, kernel, gradients)
     _add(rows, units, tuple(worked), tuple(moved), times, root, back, share=share, saved=op.is_matmul)
+    rows.back_weight[-1] = _weight_share(twins, kernel, gradients)
 
 
 def _add(
@@ -206,6 +214,7 @@ def _add(
     rows.operation.append(root)
     rows.flops.append((worked[0], worked[1]))
     rows.nbytes.append((moved[0], moved[1]))
+    rows.back_weight.append(0.0)
     for column, value in zip((rows.back_flops, rows.back_bytes, rows.back_times), back, strict=True):
         column.append(value)
 
@@ -223,3 +232,13 @@ def backward_factors(twins: Twins, kernel: Kernel, gradients: Collection[int]) -
         return work + again, (2.0 if op.attention else active) + again, active + again
     factor = 1.0 if twins.works[0][kernel.root].fusion is Fusion.WHOLE else 2.0
     return factor + again, factor + again, 1.0 + again
+
+
+def _weight_share(twins: Twins, kernel: Kernel, gradients: Collection[int]) -> float:
+    """Share of a product's backward that makes the gradient of an operand without rows: of a parameter."""
+    op = twins.first.operations[kernel.root]
+    first, second = twins.nbytes
+    if not op.is_matmul or op.attention or twins.rows[0] == twins.rows[1]:
+        return 0.0
+    asked = [v for v in op.reads[:2] if v in gradients]
+    return sum(first[v] == second[v] for v in asked) / len(asked) if asked else 0.0

@@ -67,6 +67,7 @@ class Priced:
         working_bytes: peak of what lives inside one forward or one backward beyond residuals and
             state (recomputed residuals included).
         once_s: seconds once a step, whatever the number of microbatches: prologue and its transpose.
+        weight_s: of the backward, what only gradients of parameters take, so that it may be put off.
     """
 
     forward_s: float
@@ -74,6 +75,7 @@ class Priced:
     residual_bytes: Mapping[Remat, int]
     working_bytes: Mapping[Remat, int]
     once_s: float = 0.0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,7 @@ class AffineBlock:
     residual_bytes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     working_bytes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     once_s: float = 0.0
+    weight_s: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +196,7 @@ class AffineTable:
             residual_bytes={m: int(_at(p, rows)) for m, p in zip(Remat, costs.residual_bytes, strict=True)},
             working_bytes={m: int(_at(p, rows)) for m, p in zip(Remat, costs.working_bytes, strict=True)},
             once_s=costs.once_s / speed,
+            weight_s=_at(costs.weight_s, rows) / speed,
         )
 
 

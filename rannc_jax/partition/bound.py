@@ -4,10 +4,12 @@ For one number of microbatches m, every plan takes at least
 
 - the work of all blocks, each at its cheapest number of replicas, spread evenly over all devices;
 - for each block: its path down from the inputs for the first microbatch, its own m microbatches at the
-  most replicas its rows allow, and its path back up for the last one.
+  most replicas its rows allow, and its path back up for the last one, beside which gradients of weights may
+  still run where a schedule puts them off.
 
-Best cases throughout: no recomputation, no transfers, no memory limit, the fastest kind of device. The
-bound is the least over all m. It never exceeds the optimum; the gap to it is stated in the plan.
+Best cases throughout: no recomputation, no transfers or collectives, no memory limit, the fastest kind of
+device, the update shared by all. The bound is the least over all m. It never exceeds the optimum; the gap
+to it is stated in the plan.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +27,8 @@ class BestCase:
         num_microbatches: m.
         work_s: device-seconds of one microbatch, forward and backward.
         span_s: seconds of one microbatch, forward and backward.
-        forward_s, backward_s: seconds of one microbatch, each alone.
+        later_s: of these, what may be put off until the gradients of inputs are on their way.
+        forward_s, backward_s: seconds of one microbatch, each alone, what may be put off left out.
         before_s: seconds of forwards that the block waits for at least (a longest path).
         after_s: seconds of backwards that wait for the block at least (a longest path).
         update_s: device-seconds once a step.
@@ -34,6 +37,7 @@ class BestCase:
     num_microbatches: int
     work_s: tuple[float, ...]
     span_s: tuple[float, ...]
+    later_s: tuple[float, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     before_s: tuple[float, ...]
@@ -49,33 +53,44 @@ class BestCase:
         """The bound for this number of microbatches."""
         m, blocks = self.num_microbatches, range(len(self.work_s))
         paths = (
-            self.before_s[b] + m * self.span_s[b] + max(self.after_s[b], self.update_s[b]) for b in blocks
+            self.before_s[b]
+            + m * self.span_s[b]
+            + max(self.after_s[b] - m * self.later_s[b], self.update_s[b] / num_devices)
+            for b in blocks
         )
         return max(self.shared_s(blocks, num_devices), *paths)
 
 
-def best_case(model: StageModel, num_microbatches: int, *, trains: bool) -> BestCase:
-    """The best case of every block; O((blocks x replica counts + values) x device kinds)."""
+def best_case(
+    model: StageModel, num_microbatches: int, *, trains: bool, splits_backward: bool = False
+) -> BestCase:
+    """The best case of every block; O((blocks x replica counts + values) x device kinds).
+
+    `splits_backward`: a schedule may put gradients of weights off.
+    """
     microbatch_rows = model.rows // num_microbatches
-    replicas = [r for r in range(1, model.num_devices + 1) if microbatch_rows % r == 0]
-    work, span, forward, backward = [], [], [], []
+    replicas = [r for r in range(1, min(model.num_devices, microbatch_rows) + 1) if microbatch_rows % r == 0]
+    work, span, forward, backward, later = [], [], [], [], []
     for block in range(model.num_blocks):
-        costs = []
+        costs, weights = [], []
         for r in replicas:
             for kind in range(len(model.kinds)):
                 price = model.block_price(block, microbatch_rows // r, kind)
                 back = min(price.backward_s[remat] for remat in Remat) if trains else 0.0
                 costs.append((r, price.forward_s, back))
+                weights.append(price.weight_s if trains and splits_backward else 0.0)
         work.append(min(r * (there + back) for r, there, back in costs))
         span.append(min(there + back for _, there, back in costs))
         forward.append(min(there for _, there, _ in costs))
-        backward.append(min(back for _, _, back in costs))
+        later.append(max(weights))
+        backward.append(max(0.0, min(back for _, _, back in costs) - later[-1]))
     before, after = _paths(model, forward, backward, trains=trains)
     fastest = max(kind.bytes_per_s for kind in model.kinds)
     return BestCase(
         num_microbatches=num_microbatches,
         work_s=tuple(work),
         span_s=tuple(span),
+        later_s=tuple(later),
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         before_s=before,
@@ -84,9 +99,12 @@ def best_case(model: StageModel, num_microbatches: int, *, trains: bool) -> Best
     )
 
 
-def lower_bound(model: StageModel, num_microbatches: Sequence[int], *, trains: bool) -> float:
+def lower_bound(
+    model: StageModel, num_microbatches: Sequence[int], *, trains: bool, splits_backward: bool = False
+) -> float:
     """The least step of any plan with one of these numbers of microbatches, in seconds."""
-    return min(best_case(model, m, trains=trains).step_s(model.num_devices) for m in num_microbatches)
+    cases = (best_case(model, m, trains=trains, splits_backward=splits_backward) for m in num_microbatches)
+    return min(case.step_s(model.num_devices) for case in cases)
 
 
 def _paths(

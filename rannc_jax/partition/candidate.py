@@ -6,18 +6,19 @@ not know what a schedule looks like inside.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rannc_jax.partition.constraints import Constraints, NamedSchedule
-from rannc_jax.partition.stage import Placement, StageModel, StagePrice
+from rannc_jax.partition.constraints import NamedSchedule
+from rannc_jax.partition.space import Space
+from rannc_jax.partition.stage import MEMORY_CLASSES, Placement, StageModel, StagePrice
 
 
 class SimulatedStep(Protocol):
     """What the search reads of a timeline."""
 
     @property
-    def stage_end_s(self) -> tuple[float, ...]: ...
+    def rank_end_s(self) -> tuple[float, ...]: ...
     @property
     def bubble_fraction(self) -> float: ...
 
@@ -32,13 +33,17 @@ class Simulator(Protocol):
         forward_s: Sequence[float],
         backward_s: Sequence[float],
         transfers: Sequence[tuple[int, int, float, float | None]] = (),
+        weight_s: Sequence[float] | None = None,
         /,
     ) -> SimulatedStep: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Stages in order, a number of microbatches and a schedule."""
+    """Stages in order, a number of microbatches and a schedule.
+
+    Where the schedule has several chunks, stages whose numbers differ by `num_ranks` share their devices.
+    """
 
     schedule: NamedSchedule
     num_microbatches: int
@@ -47,6 +52,14 @@ class Candidate:
     @property
     def num_stages(self) -> int:
         return len(self.placements)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.placements) // self.schedule.num_chunks
+
+    def stages_of(self, rank: int) -> range:
+        """The stages on one group of devices."""
+        return range(rank, self.num_stages, self.num_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,56 +99,59 @@ class Evaluation:
 
     @property
     def busiest_s(self) -> float:
-        """Seconds that the busiest stage works on its microbatches."""
-        work = max(price.forward_s + price.backward_s for price in self.prices)
-        return work * self.candidate.num_microbatches
+        """Seconds that the busiest rank works on its microbatches."""
+        candidate = self.candidate
+        ranks = map(candidate.stages_of, range(candidate.num_ranks))
+        work = (sum(self.prices[s].forward_s + self.prices[s].backward_s for s in stages) for stages in ranks)
+        return max(work) * candidate.num_microbatches
 
 
 class Evaluator:
     """Prices whole candidates; None where a stage does not fit."""
 
-    def __init__(self, model: StageModel, constraints: Constraints, simulate: Simulator) -> None:
+    def __init__(self, model: StageModel, space: Space, simulate: Simulator) -> None:
         self.model = model
-        self.constraints = constraints
+        self.space = space
         self.simulate = simulate
 
-    def stage_price(self, candidate: Candidate, stage: int) -> StagePrice | None:
-        """The fastest fitting price of one stage of a candidate."""
-        schedule, num_microbatches = candidate.schedule, candidate.num_microbatches
-        return self.model.price(
-            candidate.placements[stage],
-            self.model.rows // num_microbatches,
-            schedule.in_flight(stage, candidate.num_stages, num_microbatches),
-            schedule.has_backward,
-            self.constraints.remats_of(stage),
-        )
-
-    def smallest_price(self, candidate: Candidate, stage: int) -> StagePrice:
-        """The price of one stage that needs least memory, fitting or not."""
-        schedule, num_microbatches = candidate.schedule, candidate.num_microbatches
-        options = self.model.options(
-            candidate.placements[stage],
-            self.model.rows // num_microbatches,
-            schedule.in_flight(stage, candidate.num_stages, num_microbatches),
-            schedule.has_backward,
-        )
-        allowed = self.constraints.remats_of(stage)
-        return min((o for o in options if o.remat in allowed), key=lambda o: (o.fullness, o.backward_s))
-
     def __call__(self, candidate: Candidate) -> Evaluation | None:
-        """Price a candidate."""
-        prices = []
-        for stage in range(candidate.num_stages):
-            price = self.stage_price(candidate, stage)
-            if price is None:
+        """Price a candidate, every rank in the mode that is fastest for itself."""
+        prices: dict[int, StagePrice] = {}
+        for rank in range(candidate.num_ranks):
+            fitting = [option for option in self.options(candidate, rank) if option[0].fullness <= 1.0]
+            if not fitting:
                 return None
-            prices.append(price)
-        return self.evaluate(candidate, tuple(prices))
+            m = candidate.num_microbatches
+            best = min(fitting, key=lambda option: (_step_s(option, m), _peak_bytes(option)))
+            prices |= zip(candidate.stages_of(rank), best, strict=True)
+        return self.evaluate(candidate, tuple(prices[stage] for stage in range(candidate.num_stages)))
 
     def smallest(self, candidate: Candidate) -> Evaluation:
-        """Price a candidate with the remats that need least memory, fitting or not."""
-        stages = range(candidate.num_stages)
-        return self.evaluate(candidate, tuple(self.smallest_price(candidate, stage) for stage in stages))
+        """Price a candidate with the modes that need least memory, fitting or not."""
+        prices: dict[int, StagePrice] = {}
+        for rank in range(candidate.num_ranks):
+            m = candidate.num_microbatches
+            options = self.options(candidate, rank)
+            best = min(options, key=lambda option: (option[0].fullness, _step_s(option, m)))
+            prices |= zip(candidate.stages_of(rank), best, strict=True)
+        return self.evaluate(candidate, tuple(prices[stage] for stage in range(candidate.num_stages)))
+
+    def options(self, candidate: Candidate, rank: int) -> list[tuple[StagePrice, ...]]:
+        """The prices of the stages of a rank in each mode, the same for all of them, fitting or not."""
+        stages = candidate.stages_of(rank)
+        columns = [self._stage_options(candidate, stage) for stage in stages]
+        options = list(zip(*columns, strict=True))
+        return options if len(stages) == 1 else [_together(option) for option in options]
+
+    def _stage_options(self, candidate: Candidate, stage: int) -> tuple[StagePrice, ...]:
+        schedule, num_microbatches = candidate.schedule, candidate.num_microbatches
+        return self.model.options(
+            candidate.placements[stage],
+            self.model.rows // num_microbatches,
+            schedule.in_flight(stage, candidate.num_stages, num_microbatches),
+            schedule.has_backward,
+            self.space.modes_of(stage),
+        )
 
     def evaluate(self, candidate: Candidate, prices: tuple[StagePrice, ...]) -> Evaluation:
         """Run the clock on given prices."""
@@ -150,13 +166,39 @@ class Evaluator:
             [price.forward_s for price in prices],
             [price.backward_s for price in prices],
             transfers,
+            [price.weight_s for price in prices],
         )
-        ends = timeline.stage_end_s
+        ends = timeline.rank_end_s
+        tails = [sum(prices[s].tail_s for s in candidate.stages_of(rank)) for rank in range(len(ends))]
         return Evaluation(
             candidate=candidate,
             prices=prices,
             transfers=transfers,
-            step_s=max(end + price.tail_s for end, price in zip(ends, prices, strict=True)),
+            step_s=max(end + tail for end, tail in zip(ends, tails, strict=True)),
             pipeline_s=max(ends),
             bubble_fraction=timeline.bubble_fraction,
         )
+
+
+def _step_s(prices: Sequence[StagePrice], num_microbatches: int) -> float:
+    return sum(price.step_s(num_microbatches) for price in prices)
+
+
+def _peak_bytes(prices: Sequence[StagePrice]) -> int:
+    return sum(price.peak_bytes for price in prices)
+
+
+def _together(prices: tuple[StagePrice, ...]) -> tuple[StagePrice, ...]:
+    """Prices of stages that share devices: working memory is needed by one at a time, so the first counts
+    the most that any needs, and all are as full as their devices."""
+    work = MEMORY_CLASSES.index("working")
+    most = max(price.memory_bytes[work] for price in prices)
+    limit = min(price.peak_bytes / price.fullness for price in prices)
+    memory = [list(price.memory_bytes) for price in prices]
+    for index, classes in enumerate(memory):
+        classes[work] = 0 if index else most
+    fullness = sum(map(sum, memory)) / limit
+    return tuple(
+        replace(price, memory_bytes=tuple(classes), fullness=fullness)
+        for price, classes in zip(prices, memory, strict=True)
+    )

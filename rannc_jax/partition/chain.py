@@ -8,8 +8,9 @@ For one number of microbatches m and one schedule, a plan of consecutive stages 
 stage are small. The programme finds the least sum
 under a cap on the busiest stage, for a ladder of caps from the least possible one upwards: the useful
 part of the Pareto front, not one label a cell. It keeps the number of stages apart, counted from the
-last stage, because that is what the memory of 1F1B depends on. Plans are estimates here; the caller
-prices them again on the clock. O(caps x stages x blocks^2 x devices x replica counts) in numpy.
+last stage, because that is what the memory of 1F1B depends on. On large clusters stages begin at every
+few devices only (a unit). Plans are estimates here; the caller prices them again on the clock.
+O(caps x stages x blocks^2 x units x replica counts) in numpy.
 """
 
 import functools
@@ -21,19 +22,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_jax.contract import Remat
 from rannc_jax.partition.candidate import Candidate
-from rannc_jax.partition.constraints import Constraints, NamedSchedule
+from rannc_jax.partition.constraints import NamedSchedule
 from rannc_jax.partition.interval import IntervalCosts, IntervalTable, Matrix, Site, busy_weight
+from rannc_jax.partition.mode import Mode
 from rannc_jax.partition.space import Space, replica_counts
 from rannc_jax.partition.stage import Placement, StageModel
 
 CAP_STEP = 1.04
 """Least ratio of the ladder of caps: the share of a step that may be lost between two rungs."""
 MOST_CAPS = 10
+MOST_UNITS = 48
+"""Places where a stage may begin; on larger clusters a unit is as many devices as that takes."""
 PATIENCE = 4
 """Layers in a row that may be too slow before more stages are given up."""
-SKIP_DEVICE = -1
+SKIP_UNIT = -1
 
 
 Pick = Callable[[IntervalTable], Matrix]
@@ -49,10 +52,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Plans of one number of stages by [first device, first block]: value, and how to go on.
+    """Plans of one number of stages by [first unit, first block]: value, and how to go on.
 
-    `replicas` of the first stage, or SKIP_DEVICE where the device stays idle; `next_block` begins the
-    stage after.
+    `replicas` of the first stage, or SKIP_UNIT where the unit stays idle; `next_block` begins the stage
+    after.
     """
 
     value: Matrix
@@ -66,24 +69,23 @@ class ChainSearch:
     def __init__(
         self,
         costs: IntervalCosts,
-        constraints: Constraints,
         space: Space,
         schedule: NamedSchedule,
         num_microbatches: int,
     ) -> None:
         self.model: StageModel = costs.model
         self.costs = costs
-        self.constraints = constraints
         self.space = space
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.weight = busy_weight(num_microbatches)
+        self.unit = unit_size(self.model.num_devices)
         self.closed = np.zeros(self.model.num_blocks + 1, dtype=bool)
         if space.boundaries is not None:
             self.closed[:] = True
             self.closed[list(space.boundaries)] = False
         self._least_busy_s = 0.0
-        self._tables: dict[tuple[Site, int, int, tuple[Remat, ...]], IntervalTable] = {}
+        self._tables: dict[tuple[Site, int, int, tuple[Mode, ...]], IntervalTable] = {}
 
     def outlook(self) -> tuple[float, Candidate | None]:
         """A step that no plan of this case is estimated to beat, and a plan near it, which may not fit.
@@ -159,81 +161,81 @@ class ChainSearch:
 
     def _no_stage(self) -> _Layer:
         """Nothing is left to place after the last block, wherever that is."""
-        shape = (self.model.num_devices + 1, self.model.num_blocks + 1)
+        shape = (self.model.num_devices // self.unit + 1, self.model.num_blocks + 1)
         value = np.full(shape, np.inf)
         value[:, -1] = 0.0
         return _Layer(value, np.zeros(shape, np.int16), np.zeros(shape, np.int16))
 
     def _sweep(self, combine: np.ufunc, pick: Pick) -> _Layer:
         """Plans of any number of stages, as a layer that continues in itself."""
-        layer, constraints = self._no_stage(), self.constraints
+        layer = self._no_stage()
         stages = range(self.space.num_stages or 1)
-        remats = tuple(dict.fromkeys(remat for stage in stages for remat in constraints.remats_of(stage)))
+        modes = tuple(dict.fromkeys(mode for stage in stages for mode in self.space.modes_of(stage)))
         in_flight = self.schedule.in_flight(0, 1, self.num_microbatches)
         priced = []
         for count in sorted({count for stage in stages for count in self._replicas(stage)}):
-            sites, site_of = self.costs.sites(count)
-            cost = np.stack([pick(self._table(site, count, in_flight, remats)) for site in sites])
+            sites, site_of = self.costs.sites(count, self.unit)
+            cost = np.stack([pick(self._table(site, count, in_flight, modes)) for site in sites])
             priced.append((count, cost, site_of))
         for begin in range(self.model.num_blocks - 1, -1, -1):
             for count, cost, site_of in priced:
                 ahead = cost[site_of, begin, begin + 1 :]
-                total = combine(ahead, layer.value[count:, begin + 1 :])
+                total = combine(ahead, layer.value[self._width(count) :, begin + 1 :])
                 least = total.min(axis=1)
-                devices = slice(0, len(site_of))
-                better = least < layer.value[devices, begin]
-                layer.value[devices, begin][better] = least[better]
-                layer.next_block[devices, begin][better] = total.argmin(axis=1)[better] + begin + 1
-                layer.replicas[devices, begin][better] = count
-            self._skip_devices(layer, slice(begin, begin + 1))
+                units = slice(0, len(site_of))
+                better = least < layer.value[units, begin]
+                layer.value[units, begin][better] = least[better]
+                layer.next_block[units, begin][better] = total.argmin(axis=1)[better] + begin + 1
+                layer.replicas[units, begin][better] = count
+            self._skip_units(layer, slice(begin, begin + 1))
         return layer
 
     def _layer(self, later: Matrix, after: int, combine: np.ufunc, pick: Pick) -> _Layer:
         """Put one stage before the plans in `later`, which have `after` stages."""
         value = np.full_like(later, np.inf)
         next_block, replicas = np.zeros(later.shape, np.int16), np.zeros(later.shape, np.int16)
-        for count in self._replicas(self._stage(after)):
-            sites, site_of = self.costs.sites(count)
+        for count in self._replicas(self.space.stage_before(after)):
+            sites, site_of = self.costs.sites(count, self.unit)
             cost = np.stack([pick(self._table_after(site, count, after)) for site in sites])
-            total = combine(cost[site_of], later[count:, None, :])
+            total = combine(cost[site_of], later[self._width(count) :, None, :])
             least = total.min(axis=2)
-            devices = slice(0, len(site_of))
-            better = least < value[devices]
-            np.copyto(value[devices], least, where=better)
-            np.copyto(next_block[devices], total.argmin(axis=2), where=better, casting="unsafe")
-            replicas[devices][better] = count
+            units = slice(0, len(site_of))
+            better = least < value[units]
+            np.copyto(value[units], least, where=better)
+            np.copyto(next_block[units], total.argmin(axis=2), where=better, casting="unsafe")
+            replicas[units][better] = count
         layer = _Layer(value, next_block, replicas)
-        self._skip_devices(layer, slice(None))
+        self._skip_units(layer, slice(None))
         return layer
 
-    def _skip_devices(self, layer: _Layer, blocks: slice) -> None:
-        """Where devices differ, a plan may be better one device later."""
+    def _skip_units(self, layer: _Layer, blocks: slice) -> None:
+        """Where devices differ, a plan may be better one unit later."""
         if self.model.is_uniform:
             return
         value, replicas = layer.value[:, blocks], layer.replicas[:, blocks]
         later = np.minimum.accumulate(value[::-1], axis=0)[::-1]
-        replicas[later < value] = SKIP_DEVICE
+        replicas[later < value] = SKIP_UNIT
         np.copyto(value, later)
 
-    def _stage(self, after: int) -> int:
-        """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
-        return 0 if self.space.num_stages is None else self.space.num_stages - 1 - after
+    def _width(self, replicas: int) -> int:
+        """Units that a stage takes."""
+        return -(-replicas // self.unit)
 
     def _replicas(self, stage: int) -> tuple[int, ...]:
-        fixed = self.constraints.replicas_of(stage)
+        fixed = self.space.constraints.replicas_of(stage)
         return replica_counts(self.model, self.model.rows // self.num_microbatches, fixed)
 
     def _table_after(self, site: Site, replicas: int, after: int) -> IntervalTable:
         """Prices of a stage with `after` stages behind it."""
         in_flight = self.schedule.in_flight(0, after + 1, self.num_microbatches)
-        return self._table(site, replicas, in_flight, self.constraints.remats_of(self._stage(after)))
+        return self._table(site, replicas, in_flight, self.space.modes_of(self.space.stage_before(after)))
 
-    def _table(self, site: Site, replicas: int, in_flight: int, remats: tuple[Remat, ...]) -> IntervalTable:
+    def _table(self, site: Site, replicas: int, in_flight: int, modes: tuple[Mode, ...]) -> IntervalTable:
         """Prices of a stage, where the user's cuts allow one."""
-        key = (site, replicas, in_flight, remats)
+        key = (site, replicas, in_flight, modes)
         if key not in self._tables:
             table = self.costs.table(
-                site, replicas, self.num_microbatches, in_flight, self.schedule.has_backward, remats
+                site, replicas, self.num_microbatches, in_flight, self.schedule.has_backward, modes
             )
             for matrix in (table.sum_s, table.busy_s, table.fullness):
                 matrix[self.closed, :] = np.inf
@@ -270,18 +272,31 @@ class ChainSearch:
         return Estimate(step_s=sum_s + self.weight * busiest_s, candidate=candidate)
 
     def _candidate(self, layers: Iterable[_Layer]) -> Candidate:
-        """Follow the choices from the first block and device."""
-        begin = device = 0
+        """Follow the choices from the first block and unit."""
+        begin = unit = 0
         placements = []
         for layer in layers:
-            while layer.replicas[device, begin] == SKIP_DEVICE:
-                device += 1
-            end, replicas = int(layer.next_block[device, begin]), int(layer.replicas[device, begin])
-            placements.append(Placement(tuple(sorted(self.costs.order[begin:end])), device, replicas))
-            begin, device = end, device + replicas
+            while layer.replicas[unit, begin] == SKIP_UNIT:
+                unit += 1
+            end, replicas = int(layer.next_block[unit, begin]), int(layer.replicas[unit, begin])
+            blocks = tuple(sorted(self.costs.order[begin:end]))
+            placements.append(Placement(blocks, unit * self.unit, replicas))
+            begin, unit = end, unit + self._width(replicas)
             if begin == self.model.num_blocks:
                 break
         return Candidate(self.schedule, self.num_microbatches, tuple(placements))
+
+
+def unit_size(num_devices: int) -> int:
+    """Devices in a unit: the least that leaves few enough units, a divisor of all devices if one is near.
+
+    Example:
+        >>> unit_size(8), unit_size(64), unit_size(1024), unit_size(1000)
+        (1, 2, 32, 25)
+    """
+    least = -(-num_devices // MOST_UNITS)
+    divisors = (size for size in range(least, 2 * least) if num_devices % size == 0)
+    return next(divisors, least)
 
 
 def _capped(table: IntervalTable, *, cap: float) -> Matrix:

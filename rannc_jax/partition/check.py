@@ -14,7 +14,7 @@ def check_decision(
 ) -> None:
     """Check a decision against its program and cluster.
 
-    A stage's bytes are held against the smallest of its devices.
+    The bytes of all stages on a device are held against its limit.
 
     Raises:
         PlanError: lists every mistake: blocks that are missing or placed twice, values that flow back,
@@ -54,9 +54,10 @@ def _flow_mistakes(decision: Decision, costs: CostTable) -> list[str]:
 
 def _device_mistakes(decision: Decision, cluster: ClusterSpec) -> list[str]:
     counts = Counter(device for stage in decision.stages for device in stage.devices)
-    shared = sorted(device for device, count in counts.items() if count > 1)
+    chunks = decision.schedule.num_chunks
+    shared = sorted(device for device, count in counts.items() if count > chunks)
     unknown = sorted(device for device in counts if not 0 <= device < cluster.num_devices)
-    found = (("used twice", shared), (f"not among the {cluster.num_devices} of the cluster", unknown))
+    found = (("used too often", shared), (f"not among the {cluster.num_devices} of the cluster", unknown))
     mistakes = [f"devices {what}: {devices}" for what, devices in found if devices]
     idle = [index for index, stage in enumerate(decision.stages) if not stage.devices]
     return mistakes + [f"stage {index} has no device" for index in idle]
@@ -74,10 +75,18 @@ def _row_mistakes(decision: Decision, rows: int) -> list[str]:
 
 
 def _memory_mistakes(decision: Decision, cluster: ClusterSpec, constraints: Constraints) -> list[str]:
-    mistakes = []
+    needed: Counter[int] = Counter()
+    stages_of: dict[int, list[int]] = {}
     for index, stage in enumerate(decision.stages):
-        devices = [device for device in stage.devices if 0 <= device < cluster.num_devices]
-        limit = min((constraints.limit_bytes(cluster.device(d)) for d in devices), default=None)
-        if limit is not None and stage.peak_bytes > limit:
-            mistakes.append(f"stage {index} needs {stage.peak_bytes} bytes, its devices have {limit}")
-    return mistakes
+        for device in stage.devices:
+            needed[device] += stage.peak_bytes
+            stages_of.setdefault(device, []).append(index)
+    mistakes: dict[tuple[int, ...], str] = {}
+    for device in sorted(needed):
+        if not 0 <= device < cluster.num_devices:
+            continue
+        limit, stages = constraints.limit_bytes(cluster.device(device)), tuple(stages_of[device])
+        if needed[device] > limit:
+            name = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {list(stages)} need"
+            mistakes[stages] = f"{name} {needed[device]} bytes, its devices have {limit}"
+    return list(mistakes.values())

@@ -4,7 +4,7 @@ Each constraint also accepts "auto", its default. Values are checked here, alone
 other; whether any plan satisfies them is the search's business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal, Protocol
@@ -12,10 +12,10 @@ from typing import Any, Literal, Protocol
 from rannc_jax.cluster import DeviceSpec
 from rannc_jax.contract import Remat, Sharding
 from rannc_jax.errors import PlanError, message
+from rannc_jax.partition.mode import Mode, modes_of
 
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
-ALL_REMATS = tuple(Remat)
 
 
 class NamedSchedule(Protocol):
@@ -25,8 +25,14 @@ class NamedSchedule(Protocol):
     def name(self) -> str: ...
     @property
     def has_backward(self) -> bool: ...
+    @property
+    def num_chunks(self) -> int: ...
+    @property
+    def splits_backward(self) -> bool: ...
+    def runs(self, num_stages: int, num_microbatches: int) -> bool: ...
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        """Must depend on `num_stages - stage` and `num_microbatches` alone."""
+        """Must depend on `num_stages - stage` and `num_microbatches` alone, where there is one chunk and the
+        backward is whole."""
         ...
 
 
@@ -41,8 +47,8 @@ class Constraints:
         replicas: of every stage, or one number a stage.
         schedule: a schedule or its name.
         remat: one `Remat` for all stages, or one a stage.
-        sharding: of parameters over replicas. Only `Sharding.REPLICATED` is built yet.
-        offload: of state to the host. Only False is built yet.
+        sharding: how state lies on the replicas: one `Sharding` for all stages, or one a stage.
+        offload: whether the optimizer state lies in host memory; "auto" only where nothing else fits.
         memory_limit_bytes: device memory to assume; never more than the device has.
         memory_margin: share of the memory left free, in [0, 1); default: the device's.
         cuts: where stages begin: block indices, or module paths (the first block of that path).
@@ -53,25 +59,24 @@ class Constraints:
     replicas: int | tuple[int, ...] | Auto = AUTO
     schedule: NamedSchedule | str = AUTO
     remat: Remat | tuple[Remat, ...] | Auto = AUTO
-    sharding: Sharding | Auto = AUTO
+    sharding: Sharding | tuple[Sharding, ...] | Auto = AUTO
     offload: bool | Auto = AUTO
     memory_limit_bytes: int | Auto = AUTO
     memory_margin: float | Auto = AUTO
     cuts: tuple[str | int, ...] | Auto = AUTO
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "remat", "cuts", "num_microbatches"):
+        for name in ("replicas", "remat", "sharding", "cuts", "num_microbatches"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, kind in (("remat", Remat), ("sharding", Sharding)):
             object.__setattr__(self, name, _as_enum(getattr(self, name), kind))
         _check_values(self)
-        _check_not_built(self)
         _check_stage_counts(self)
 
     @property
     def fixed_num_stages(self) -> int | None:
-        """The number of stages that `num_stages`, `replicas`, `remat` and `cuts` agree on, if any does."""
+        """The number of stages that num_stages, replicas, remat, sharding and cuts agree on, if any does."""
         return next(iter(_stage_counts(self).values()), None)
 
     @property
@@ -87,11 +92,16 @@ class Constraints:
             return self.replicas[stage]
         return None if self.replicas == AUTO else self.replicas
 
-    def remats_of(self, stage: int) -> tuple[Remat, ...]:
-        """The remat modes that a stage may take."""
-        if isinstance(self.remat, tuple):
-            return (self.remat[stage],)
-        return (self.remat,) if isinstance(self.remat, Remat) else ALL_REMATS
+    def modes_of(
+        self, stage: int, shardings: Sequence[Sharding], offloads: Sequence[bool]
+    ) -> tuple[Mode, ...]:
+        """The modes that a stage may take, of those that are there to choose from."""
+        offload = self.offload
+        return modes_of(
+            _fixed(self.remat, stage, tuple(Remat)),
+            _fixed(self.sharding, stage, tuple(shardings)),
+            (offload,) if isinstance(offload, bool) else tuple(offloads),
+        )
 
     def limit_bytes(self, device: DeviceSpec) -> int:
         """Memory that a plan may fill on `device`."""
@@ -125,6 +135,13 @@ class Constraints:
         return merged
 
 
+def _fixed(value: Any, stage: int, choices: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a stage may take of a setting: the fixed value, of all or of this stage, or every choice."""
+    if isinstance(value, tuple):
+        return (value[stage],)
+    return choices if _is_auto(value) else (value,)
+
+
 def _as_enum(value: Any, kind: type[Enum]) -> Any:
     """The member that a text such as "save_all" names; anything else as it is."""
     if isinstance(value, tuple):
@@ -139,12 +156,12 @@ def _check_values(constraints: Constraints) -> None:
         "num_stages": (_is_count, "a number from 1"),
         "num_microbatches": (_is_count_or_range, "a number from 1, or a range (least, most)"),
         "replicas": (_is_count_or_counts, "a number from 1, or one a stage"),
-        "remat": (_is_remat, "one of " + ", ".join(map(str, Remat)) + ", or one a stage"),
+        "remat": (_each(Remat), _one_of(Remat)),
         "schedule": (
             lambda value: isinstance(value, str) or hasattr(value, "name"),
             "a schedule or its name",
         ),
-        "sharding": (lambda value: isinstance(value, Sharding), "one of " + ", ".join(map(str, Sharding))),
+        "sharding": (_each(Sharding), _one_of(Sharding)),
         "offload": (lambda value: isinstance(value, bool), "True or False"),
         "memory_limit_bytes": (_is_count, "a number of bytes from 1"),
         "memory_margin": (lambda value: isinstance(value, int | float) and 0 <= value < 1, "in [0, 1)"),
@@ -158,15 +175,6 @@ def _check_values(constraints: Constraints) -> None:
     ]
     if wrong:
         raise PlanError(message("constraints are not usable.", *wrong, hint='"auto" searches a value.'))
-
-
-def _check_not_built(constraints: Constraints) -> None:
-    if not _is_auto(constraints.sharding) and constraints.sharding is not Sharding.REPLICATED:
-        raise PlanError(
-            message(f"sharding={constraints.sharding} is not built yet.", hint="Sharding.REPLICATED.")
-        )
-    if constraints.offload is True:
-        raise PlanError(message("offload=True is not built yet.", hint="offload=False, and a remat."))
 
 
 def _check_stage_counts(constraints: Constraints) -> None:
@@ -186,8 +194,9 @@ def _stage_counts(constraints: Constraints) -> dict[str, int]:
         counts["num_stages"] = int(constraints.num_stages)
     if isinstance(constraints.replicas, tuple):
         counts["replicas"] = len(constraints.replicas)
-    if isinstance(constraints.remat, tuple):
-        counts["remat"] = len(constraints.remat)
+    for name in ("remat", "sharding"):
+        if isinstance(getattr(constraints, name), tuple):
+            counts[name] = len(getattr(constraints, name))
     if isinstance(constraints.cuts, tuple):
         counts["cuts"] = len(constraints.cuts) + 1
     return counts
@@ -211,10 +220,19 @@ def _is_count_or_counts(value: object) -> bool:
     return len(value) > 0 and all(map(_is_count, value)) if isinstance(value, tuple) else _is_count(value)
 
 
-def _is_remat(value: object) -> bool:
-    if isinstance(value, tuple):
-        return len(value) > 0 and all(isinstance(item, Remat) for item in value)
-    return isinstance(value, Remat)
+def _each(kind: type[Enum]) -> Callable[[object], bool]:
+    """Whether a value is a member, or one a stage."""
+
+    def is_member(value: object) -> bool:
+        if isinstance(value, tuple):
+            return len(value) > 0 and all(isinstance(item, kind) for item in value)
+        return isinstance(value, kind)
+
+    return is_member
+
+
+def _one_of(kind: type[Enum]) -> str:
+    return "one of " + ", ".join(repr(member.value) for member in kind) + ", or one a stage"
 
 
 def _is_cuts(value: object) -> bool:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rannc_jax.contract import Sharding
 from rannc_jax.partition.candidate import Evaluation
 from rannc_jax.partition.constraints import NamedSchedule
 from rannc_jax.partition.stage import MEMORY_CLASSES, StageModel
 from rannc_jax.plan import Crossing, RunnerUp, Stage, Tie
+from rannc_jax.words import ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,12 @@ class Decision:
         num_microbatches: parts the batch is cut into.
         schedule: one of those handed to the search.
         step_s: predicted seconds of one step, gradient reduction and update included.
-        bubble_fraction: idle share of the timeline, mean over stages.
+        bubble_fraction: idle share of the timeline, mean over ranks.
         transfers: (source, target, seconds of values, of cotangents or None), as the simulator takes
             them with the stages' `forward_s` and `backward_s`.
-        tail_s: by stage, seconds after its last action: prologue, reduction, update.
         bound_s: no plan of this program on this cluster is faster.
-        is_optimal: the search was exhaustive: no other plan is faster under the same costs.
+        is_optimal: the search was exhaustive: no other plan with one chunk a rank and whole backwards is
+            faster under the same costs.
         crossings: values that go from one stage to others.
         ties: parameters that several stages read.
         runners_up: best first.
@@ -37,7 +37,6 @@ class Decision:
     step_s: float
     bubble_fraction: float
     transfers: tuple[tuple[int, int, float, float | None], ...]
-    tail_s: tuple[float, ...]
     bound_s: float
     is_optimal: bool
     crossings: tuple[Crossing, ...]
@@ -66,16 +65,19 @@ def decide(
         Stage(
             blocks=placed.blocks,
             devices=tuple(placed.devices),
-            remat=price.remat,
-            sharding=Sharding.REPLICATED,
+            remat=price.mode.remat,
+            sharding=price.mode.sharding,
+            offload=price.mode.offload,
             forward_s=price.forward_s,
             backward_s=price.backward_s,
+            weight_s=price.weight_s,
+            tail_s=price.tail_s,
             memory_bytes=dict(zip(MEMORY_CLASSES, price.memory_bytes, strict=True)),
         )
         for placed, price in zip(candidate.placements, best.prices, strict=True)
     )
     stage_of = {block: index for index, stage in enumerate(stages) for block in stage.blocks}
-    idle = model.num_devices - sum(stage.num_replicas for stage in stages)
+    idle = model.num_devices - len({device for stage in stages for device in stage.devices})
     idle_note = [f"{idle} of {model.num_devices} devices stay idle: no faster use of them was found."]
     return Decision(
         stages=stages,
@@ -84,7 +86,6 @@ def decide(
         step_s=best.step_s,
         bubble_fraction=best.bubble_fraction,
         transfers=best.transfers,
-        tail_s=tuple(price.tail_s for price in best.prices),
         bound_s=bound_s,
         is_optimal=is_optimal,
         crossings=_crossings(model, stage_of),
@@ -97,31 +98,38 @@ def decide(
 def summary(evaluation: Evaluation) -> str:
     """One line a person can tell plans apart by."""
     candidate = evaluation.candidate
-    counts = [placed.num_replicas for placed in candidate.placements]
+    counts = [placed.num_replicas for placed in candidate.placements[: candidate.num_ranks]]
     replicas = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
+    words = {price.mode.sharding.value for price in evaluation.prices} - {"replicated"}
+    words |= {"offload"} if any(price.mode.offload for price in evaluation.prices) else set()
     return (
         f"{candidate.num_stages} stage{'s' if candidate.num_stages > 1 else ''} x {replicas}, "
         f"{candidate.num_microbatches} microbatch{'es' if candidate.num_microbatches > 1 else ''}, "
-        f"{candidate.schedule.name}"
+        f"{candidate.schedule.name}" + "".join(f", {word}" for word in sorted(words))
     )
 
 
 def _runners_up(best: Evaluation, others: Sequence[Evaluation], most: int = 5) -> list[RunnerUp]:
-    """The best of each other number of stages and schedule."""
-    seen = {(best.candidate.num_stages, best.candidate.schedule.name)}
+    """The best of each other number of stages and schedule; one stage is the same by any schedule."""
+    seen = {_kind(best)}
     result: list[RunnerUp] = []
     for other in sorted(others, key=lambda other: other.rank):
-        key = (other.candidate.num_stages, other.candidate.schedule.name)
+        key = _kind(other)
         if key not in seen and len(result) < most:
             seen.add(key)
             result.append(RunnerUp(summary=summary(other), step_s=other.step_s, reason=_reason(best, other)))
     return result
 
 
+def _kind(evaluation: Evaluation) -> tuple[int, str]:
+    candidate = evaluation.candidate
+    return candidate.num_stages, candidate.schedule.name if candidate.num_stages > 1 else ""
+
+
 def _reason(best: Evaluation, other: Evaluation) -> str:
     """Where the other plan loses most of its time."""
     parts = (
-        ("the busiest stage works", other.busiest_s, best.busiest_s),
+        ("the busiest rank works", other.busiest_s, best.busiest_s),
         (
             "filling, draining and transfers take",
             other.pipeline_s - other.busiest_s,
@@ -136,7 +144,7 @@ def _reason(best: Evaluation, other: Evaluation) -> str:
     name, loses_s, wins_s = max(parts, key=lambda part: part[1] - part[2])
     if other.rank[0] <= best.rank[0]:
         return "as fast; the plan with fewer parts and less memory was taken"
-    return f"{name} {1e3 * loses_s:.3g} ms, against {1e3 * wins_s:.3g} ms"
+    return f"{name} {ms(loses_s)} ms, against {ms(wins_s)} ms"
 
 
 def _crossings(model: StageModel, stage_of: dict[int, int]) -> tuple[Crossing, ...]:

@@ -1,10 +1,11 @@
-"""The exact search: every chain of ideals, replicas, microbatches and schedules, by branch and bound.
+"""The exact search: every chain of ideals, replicas, modes, microbatches and schedules, by branch and bound.
 
 Plans are built from the last stage backwards, because what a stage keeps in flight depends on its
 distance to the end. A partial plan is given up when its own stages already take as long as the best
 plan known, or when the blocks that are left cannot be done in time by the devices that are left.
-Exponential in the blocks; the number of placed stages is limited, and the answer says whether
-the search was completed. The oracle of the fast search, and its finish on small programs.
+Exponential in the blocks; the number of placed stages is limited, and the answer says whether the search was
+completed. Schedules with one chunk a rank and whole backwards only. The oracle of the fast search, and its
+finish on small programs.
 """
 
 import functools
@@ -16,7 +17,7 @@ from rannc_jax.partition.bound import BestCase, best_case
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator
 from rannc_jax.partition.constraints import NamedSchedule
 from rannc_jax.partition.order import ideals, members
-from rannc_jax.partition.space import Space, replica_counts
+from rannc_jax.partition.space import Space, chain_schedules, replica_counts
 from rannc_jax.partition.stage import Placement, StagePrice
 
 MOST_IDEALS = 4096
@@ -52,7 +53,7 @@ def exact_search(
     walk = _Walk(evaluator, space, sets, incumbent, most_visited)
     cases = [
         (case.step_s(model.num_devices), position, schedule, case)
-        for position, schedule in enumerate(space.schedules)
+        for position, schedule in enumerate(chain_schedules(space.schedules))
         for case in (best_case(model, m, trains=schedule.has_backward) for m in space.num_microbatches)
     ]
     for bound_s, _, schedule, case in sorted(cases, key=lambda case: case[:2]):
@@ -61,6 +62,12 @@ def exact_search(
     return ExactResult(
         best=walk.best, is_optimal=walk.num_visited <= most_visited, num_visited=walk.num_visited
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    placement: Placement
+    price: StagePrice
 
 
 class _Walk:
@@ -95,7 +102,7 @@ class _Walk:
         self.outside = functools.cache(self._outside)
         self.visit(self.sets[-1], self.model.num_devices, (), 0.0)
 
-    def visit(self, ideal: int, devices: int, stages: tuple[Placement, ...], bound_s: float) -> None:
+    def visit(self, ideal: int, devices: int, stages: tuple[_Placed, ...], bound_s: float) -> None:
         """Blocks of `ideal` are left for devices below `devices`; `stages` are those after them."""
         if ideal == 0:
             self._complete(stages)
@@ -110,42 +117,40 @@ class _Walk:
                 self.num_visited += 1
                 if self.num_visited > self.most_visited:
                     return
-                price = self._price(placement, len(stages))
-                if price is None:
-                    continue
-                longest = max(bound_s, self._stage_bound(placement, price))
-                if longest < self.best_s:
-                    self.visit(rest, placement.first_device, (placement, *stages), longest)
+                for price in self._prices(placement, len(stages)):
+                    longest = max(bound_s, self._stage_bound(placement, price))
+                    if longest < self.best_s:
+                        placed = _Placed(placement, price)
+                        self.visit(rest, placement.first_device, (placed, *stages), longest)
 
-    def _complete(self, stages: tuple[Placement, ...]) -> None:
+    def _complete(self, stages: tuple[_Placed, ...]) -> None:
         if self.space.num_stages not in (None, len(stages)):
             return
-        first = stages[0].first_device
+        placements = [stage.placement for stage in stages]
+        first = placements[0].first_device
         if self.model.is_uniform and first > 0:
-            stages = tuple(Placement(s.blocks, s.first_device - first, s.num_replicas) for s in stages)
-        found = self.evaluator(Candidate(self.schedule, self.case.num_microbatches, stages))
-        if found is not None and (self.best is None or found.rank < self.best.rank):
+            placements = [Placement(p.blocks, p.first_device - first, p.num_replicas) for p in placements]
+        candidate = Candidate(self.schedule, self.case.num_microbatches, tuple(placements))
+        found = self.evaluator.evaluate(candidate, tuple(stage.price for stage in stages))
+        if self.best is None or found.rank < self.best.rank:
             self.best = found
 
     def _placements(self, blocks: tuple[int, ...], devices: int, after: int) -> list[Placement]:
         """Where a stage may lie, `after` stages before the end; devices after it may stay idle."""
-        fixed = self.evaluator.constraints.replicas_of(self._stage(after))
+        fixed = self.space.constraints.replicas_of(self.space.stage_before(after))
         counts = replica_counts(self.model, self.model.rows // self.case.num_microbatches, fixed)
         ends = [devices] if self.model.is_uniform else range(devices, 0, -1)
         return [Placement(blocks, end - r, r) for end in ends for r in counts if r <= end]
 
-    def _stage(self, after: int) -> int:
-        """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
-        return 0 if self.space.num_stages is None else self.space.num_stages - 1 - after
-
-    def _price(self, placement: Placement, after: int) -> StagePrice | None:
+    def _prices(self, placement: Placement, after: int) -> list[StagePrice]:
+        """What the stage may cost: the modes that fit, of which none beats another."""
         m = self.case.num_microbatches
-        return self.model.price(
+        return self.model.good(
             placement,
-            self.model.rows // m,
+            m,
             self.schedule.in_flight(0, after + 1, m),
             self.schedule.has_backward,
-            self.evaluator.constraints.remats_of(self._stage(after)),
+            self.space.modes_of(self.space.stage_before(after)),
         )
 
     def _stage_bound(self, placement: Placement, price: StagePrice) -> float:

@@ -1,6 +1,6 @@
 """What to say when nothing fits: the smallest peak there is, where it is, and the least change that helps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rannc_jax.cluster import ClusterSpec
@@ -8,26 +8,12 @@ from rannc_jax.contract import Remat
 from rannc_jax.errors import PlanError, message
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simulator
 from rannc_jax.partition.chain import ChainSearch
-from rannc_jax.partition.constraints import AUTO, Constraints, NamedSchedule
+from rannc_jax.partition.constraints import AUTO, Constraints
 from rannc_jax.partition.interval import IntervalCosts
 from rannc_jax.partition.order import orders
-from rannc_jax.partition.space import Space, search_space
+from rannc_jax.partition.space import Menu, Space, chain_schedules, search_space
 from rannc_jax.partition.stage import MEMORY_CLASSES, StageModel
-
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for a person, in the largest binary unit that leaves at least 0.1.
-
-    Example:
-        >>> gib(3 * 2**29), gib(5000)
-        ('1.5 GiB', '4.9 KiB')
-    """
-    for size, unit in _UNITS:
-        if num_bytes >= size / 10:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"
+from rannc_jax.words import gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +22,7 @@ class _Question:
 
     model: StageModel
     constraints: Constraints
-    schedules: Sequence[NamedSchedule]
+    menu: Menu
     simulate: Simulator
     splittable: bool
 
@@ -45,14 +31,14 @@ def explain_infeasible(
     model: StageModel,
     constraints: Constraints,
     space: Space,
-    schedules: Sequence[NamedSchedule],
+    menu: Menu,
     simulate: Simulator,
     *,
     splittable: bool,
 ) -> str:
     """The text of the PlanError."""
-    question = _Question(model, constraints, schedules, simulate, splittable)
-    smallest = min(_smallest(model, constraints, space, simulate), key=lambda e: e.fullness, default=None)
+    question = _Question(model, constraints, menu, simulate, splittable)
+    smallest = min(_smallest(model, space, simulate), key=lambda e: e.fullness, default=None)
     if smallest is None:
         return message(
             "the constraints leave no plan at all.",
@@ -78,18 +64,16 @@ def explain_infeasible(
     )
 
 
-def _smallest(
-    model: StageModel, constraints: Constraints, space: Space, simulate: Simulator
-) -> Iterator[Evaluation]:
+def _smallest(model: StageModel, space: Space, simulate: Simulator) -> Iterator[Evaluation]:
     """For each schedule, microbatches and stages, the plan that needs least memory."""
-    evaluator = Evaluator(model, constraints, simulate)
+    evaluator = Evaluator(model, space, simulate)
     own = tuple(range(model.num_blocks))
     chosen = [own] if space.boundaries is not None else orders(model.num_blocks, model.values)
     for order in chosen:
         costs = IntervalCosts(model, order)
-        for schedule in space.schedules:
+        for schedule in chain_schedules(space.schedules):
             for m in space.num_microbatches:
-                for candidate in ChainSearch(costs, constraints, space, schedule, m).smallest():
+                for candidate in ChainSearch(costs, space, schedule, m).smallest():
                     yield evaluator.smallest(candidate)
 
 
@@ -110,7 +94,7 @@ def _changes(question: _Question, smallest: Candidate) -> Iterator[str]:
         fitting = _fitting(question, question.model.cluster, {"remat": AUTO})
         nearest = min(fitting, key=lambda e: (e.step_s, e.fullness), default=None)
         if nearest is not None:
-            modes = {price.remat for price in nearest.prices}
+            modes = {price.mode.remat for price in nearest.prices}
             yield _says(f"remat={_mode(modes)}", nearest)
     if fixed.num_microbatches != AUTO and question.splittable:
         fitting = _fitting(question, question.model.cluster, {"num_microbatches": AUTO})
@@ -149,10 +133,10 @@ def _fitting(question: _Question, cluster: ClusterSpec, freed: dict[str, str]) -
     constraints = replace(question.constraints, **freed)
     model = StageModel(question.model.table, cluster, constraints, question.model.rows)
     try:
-        space = search_space(model, constraints, question.schedules, splittable=question.splittable)
+        space = search_space(model, constraints, question.menu, splittable=question.splittable)
     except PlanError:
         return []
-    return [e for e in _smallest(model, constraints, space, question.simulate) if e.fullness <= 1.0]
+    return [e for e in _smallest(model, space, question.simulate) if e.fullness <= 1.0]
 
 
 def _says(change: str, found: Evaluation) -> str:

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rannc_jax.contract import Remat
+from rannc_jax.cost.comm import Ring
 from rannc_jax.cost.table import StateBytes
-from rannc_jax.partition.stage import StageModel
+from rannc_jax.partition.mode import Mode, StageState, Work, for_replicas, stage_seconds
+from rannc_jax.partition.stage import Placement, StageModel
 
 Matrix = NDArray[np.float64]
 
@@ -26,12 +28,12 @@ class Site:
 
     Args:
         kinds: indices of the kinds of its devices.
-        spans_hosts: its replicas lie on several hosts.
+        ring: its replicas.
         enters_host: the device before it lies on another host.
     """
 
     kinds: tuple[int, ...]
-    spans_hosts: bool
+    ring: Ring
     enters_host: bool
 
 
@@ -43,7 +45,7 @@ class IntervalTable:
         sum_s: what a stage adds to the time of one microbatch's way through the pipeline.
         busy_s: what it spends on each further microbatch (or its transfer if that is slower), its tail
             spread over them; the tail alone where there is one microbatch.
-        fullness: peak over limit under the remat that needs least, fitting or not.
+        fullness: peak over limit in the mode that needs least, fitting or not.
     """
 
     sum_s: Matrix
@@ -59,15 +61,16 @@ class IntervalCosts:
         self.order = tuple(order)
         size = len(order) + 1
         self.is_stage = np.triu(np.ones((size, size), dtype=bool), 1)
+        self.pieces = np.maximum(np.arange(size)[None, :] - np.arange(size)[:, None], 0)
         self.state = self._state()
-        self.tied = self._borrowed()
         self.into = {trains: self._flows(trains) for trains in (False, True)}
         self.sites = functools.cache(self._sites)
         self._sums = functools.cache(self._kind_sums)
 
-    def _sites(self, replicas: int) -> tuple[list[Site], NDArray[np.intp]]:
-        """Distinct sites of a stage of `replicas`, and the site by first device."""
-        found = [self.site_of(first, replicas) for first in range(self.model.num_devices - replicas + 1)]
+    def _sites(self, replicas: int, unit: int) -> tuple[list[Site], NDArray[np.intp]]:
+        """Distinct sites of a stage of `replicas`, and the site by first unit of so many devices."""
+        last = self.model.num_devices // unit * unit - -(-replicas // unit) * unit
+        found = [self.site_of(first, replicas) for first in range(0, last + 1, unit)]
         sites = list(dict.fromkeys(found))
         return sites, np.array([sites.index(site) for site in found])
 
@@ -76,7 +79,7 @@ class IntervalCosts:
         kinds, hosts = self.model.kind_of, self.model.hosts
         return Site(
             kinds=tuple(sorted(set(kinds[first : first + replicas]))),
-            spans_hosts=hosts[first] != hosts[first + replicas - 1],
+            ring=self.model.ring(Placement((), first, replicas)),
             enters_host=first > 0 and hosts[first - 1] != hosts[first],
         )
 
@@ -87,29 +90,27 @@ class IntervalCosts:
         num_microbatches: int,
         in_flight: int,
         trains: bool,
-        remats: tuple[Remat, ...],
+        modes: tuple[Mode, ...],
     ) -> IntervalTable:
-        """Price all runs on one site; the fastest of `remats` that fits."""
+        """Price all runs on one site; each in the fastest of `modes` that fits."""
         model = self.model
         rows = model.rows // num_microbatches // replicas
-        buffers = self._buffers(rows, trains)
-        fixed = self.state["total"] + buffers
-        forward = np.max([self._sums(kind, rows).forward_s for kind in site.kinds], axis=0)
-        backward = np.full_like(forward, np.inf)
-        fullness = np.full_like(forward, np.inf)
-        for remat in remats:
-            full = np.max([self._fullness(k, rows, remat, in_flight, fixed) for k in site.kinds], axis=0)
-            seconds = np.max([self._sums(kind, rows).backward_s[remat] for kind in site.kinds], axis=0)
-            fits = np.where(full <= 1.0, seconds if trains else 0.0, np.inf)
-            backward = np.minimum(backward, fits)
-            fullness = np.minimum(fullness, full)
         into_s, back_s = self._entry_seconds(site, rows, trains)
-        tail_s = self._tail(site, replicas, rows)
-        work_s = forward + backward
-        sum_s = work_s + into_s + back_s
-        busy_s = tail_s
+        size = self.is_stage.shape
+        step, work, tail = (np.full(size, np.inf) for _ in range(3))
+        fullness = np.full(size, np.inf)
+        for mode in for_replicas(modes, replicas):
+            full = self._fullness(site, replicas, rows, mode, in_flight, trains)
+            fullness = np.minimum(fullness, full)
+            forward_s, backward_s, tail_s = self._seconds(site, replicas, rows, mode, trains)
+            step_s = num_microbatches * (forward_s + backward_s) + tail_s
+            better = (full <= 1.0) & (step_s < step)
+            for target, found in ((step, step_s), (work, forward_s + backward_s), (tail, tail_s)):
+                np.copyto(target, found, where=better)
+        sum_s = work + into_s + back_s
+        busy_s = tail
         if num_microbatches > 1:
-            spread_s = work_s + tail_s / busy_weight(num_microbatches)
+            spread_s = work + tail / busy_weight(num_microbatches)
             busy_s = np.maximum(spread_s, np.maximum(into_s, back_s))
         return IntervalTable(
             sum_s=np.where(self.is_stage, sum_s, np.inf),
@@ -117,10 +118,41 @@ class IntervalCosts:
             fullness=np.where(self.is_stage, fullness, np.inf),
         )
 
-    def _fullness(self, kind: int, rows: int, remat: Remat, in_flight: int, fixed: Matrix) -> Matrix:
-        sums = self._sums(kind, rows)
-        peak = fixed + in_flight * sums.residual_bytes[remat] + sums.working_bytes[remat]
-        return peak / max(self.model.limits[kind], 1)
+    def _seconds(
+        self, site: Site, replicas: int, rows: int, mode: Mode, trains: bool
+    ) -> tuple[Matrix, Matrix, Matrix]:
+        """Forward and backward of a microbatch, and the tail, by the rules of `StageModel`."""
+        sums = [self._sums(kind, rows) for kind in site.kinds]
+        forward_s = np.max([s.forward_s for s in sums], axis=0)
+        backward_s = np.max([s.backward_s[mode.remat] for s in sums], axis=0)
+        return stage_seconds(
+            mode,
+            Work(
+                forward_s=forward_s,
+                backward_s=backward_s if trains else 0.0 * backward_s,
+                once_s=np.max([s.once_s for s in sums], axis=0),
+                trains=trains,
+                state=self.state,
+                slowest=min((self.model.kinds[kind] for kind in site.kinds), key=lambda k: k.bytes_per_s),
+                pieces=self.pieces,
+                num_replicas=replicas,
+            ),
+            site.ring,
+            self.model.tie_link,
+        )
+
+    def _fullness(
+        self, site: Site, replicas: int, rows: int, mode: Mode, in_flight: int, trains: bool
+    ) -> Matrix:
+        kept = self.state.under(mode, replicas)
+        fixed = kept.parameters + kept.gradients + kept.optimizer + kept.constants + kept.buffers
+        fixed = fixed + self._buffers(rows, trains)
+        found = []
+        for kind in site.kinds:
+            sums = self._sums(kind, rows)
+            peak = fixed + in_flight * sums.residual_bytes[mode.remat] + sums.working_bytes[mode.remat]
+            found.append(peak / max(self.model.limits[kind], 1))
+        return np.max(found, axis=0)
 
     def _buffers(self, rows: int, trains: bool) -> Matrix:
         flows = self.into[trains]
@@ -137,47 +169,30 @@ class IntervalCosts:
         back_s = np.where(back > 0, link.latency_s + back / link.bytes_per_s, 0.0)
         return into_s, back_s
 
-    def _tail(self, site: Site, replicas: int, rows: int) -> Matrix:
-        """`StageModel.tail_seconds`, for all runs."""
-        cluster = self.model.cluster
-        once = np.max([self._sums(kind, rows).once_s for kind in site.kinds], axis=0)
-        slowest = min(self.model.kinds[kind].bytes_per_s for kind in site.kinds)
-        tie = self.model.tie_link
-        borrow = np.where(self.tied > 0, 2 * (tie.latency_s + self.tied / tie.bytes_per_s), 0.0)
-        tail = once + borrow + self.state["update"] / slowest
-        if replicas > 1:
-            link = cluster.inter_host if site.spans_hosts else cluster.intra_host
-            gradients = self.state["gradients"]
-            moved = gradients * 2 * (replicas - 1) / replicas
-            ring = 2 * (replicas - 1) * link.latency_s + moved / link.bytes_per_s
-            tail = tail + np.where(gradients > 0, ring, 0.0)
-        return tail
-
-    def _state(self) -> dict[str, Matrix]:
-        """Bytes of state, of gradients, and of the update."""
+    def _state(self) -> StageState:
+        """State of every run, ties counted once."""
         states = [self.model.blocks[block].state for block in self.order]
-        result = {
-            "total": _between([state.total for state in states]),
-            "gradients": _between([state.gradients for state in states]),
-            "update": _between([state.update_bytes for state in states]),
+        total: dict[str, Matrix] = {
+            name: _between([getattr(state, name) for state in states])
+            for name in ("parameters", "gradients", "optimizer", "constants", "prologue", "update_bytes")
         }
+        total["borrowed"] = np.zeros(self.is_stage.shape)
+        total["largest_parameters"] = _largest([state.parameters + state.prologue for state in states])
+        total["largest_optimizer"] = _largest([state.optimizer for state in states])
         for tie in self.model.ties:
             owns, reads = self._contains(tie.blocks[:1]), self._contains(tie.blocks)
             copy = StateBytes(parameters=tie.state.parameters, gradients=tie.state.gradients)
-            for name, whole, borrowed in (
-                ("total", tie.state.total, copy.total),
-                ("gradients", tie.state.gradients, copy.gradients),
-                ("update", tie.state.update_bytes, copy.update_bytes),
+            for name in ("parameters", "gradients", "optimizer", "constants", "prologue", "update_bytes"):
+                whole, borrowed = getattr(tie.state, name), getattr(copy, name)
+                total[name] = total[name] + np.where(owns, whole, np.where(reads, borrowed, 0))
+            total["borrowed"] += np.where(reads & ~owns, tie.state.parameters, 0)
+            parameters, optimizer = tie.state.parameters + tie.state.prologue, tie.state.optimizer
+            for name, size, where in (
+                ("largest_parameters", parameters, reads),
+                ("largest_optimizer", optimizer, owns),
             ):
-                result[name] = result[name] + np.where(owns, whole, np.where(reads, borrowed, 0))
-        return result
-
-    def _borrowed(self) -> Matrix:
-        total = np.zeros(self.is_stage.shape)
-        for tie in self.model.ties:
-            owns, reads = self._contains(tie.blocks[:1]), self._contains(tie.blocks)
-            total += np.where(reads & ~owns, tie.state.parameters, 0)
-        return total
+                total[name] = np.maximum(total[name], np.where(where, size, 0))
+        return StageState(**total)
 
     def _contains(self, blocks: Sequence[int]) -> NDArray[np.bool_]:
         """Whether a run holds any of `blocks`."""

@@ -11,18 +11,18 @@ from itertools import pairwise
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator
 from rannc_jax.partition.constraints import AUTO
 from rannc_jax.partition.order import predecessor_masks
-from rannc_jax.partition.space import Space, replica_counts
+from rannc_jax.partition.space import replica_counts
 from rannc_jax.partition.stage import Placement
 
 
-def refine(evaluator: Evaluator, space: Space, start: Evaluation, *, most_tried: int) -> Evaluation:
+def refine(evaluator: Evaluator, start: Evaluation, *, most_tried: int) -> Evaluation:
     """A plan that no single move makes faster, or the best one after `most_tried` plans."""
     best, tried, improved = start, {start.candidate}, True
     while improved:
         improved = False
-        for candidate in _neighbours(evaluator, space, best.candidate):
+        for candidate in _neighbours(evaluator, best.candidate):
             if len(tried) > most_tried:
-                return best
+                return _other_modes(evaluator, best)
             if candidate in tried:
                 continue
             tried.add(candidate)
@@ -30,13 +30,28 @@ def refine(evaluator: Evaluator, space: Space, start: Evaluation, *, most_tried:
             if found is not None and found.rank < best.rank:
                 best, improved = found, True
                 break
+    return _other_modes(evaluator, best)
+
+
+def _other_modes(evaluator: Evaluator, start: Evaluation) -> Evaluation:
+    """Each rank once in every mode that fits: what is slower for itself may suit the whole."""
+    best, candidate = start, start.candidate
+    for rank in range(candidate.num_ranks):
+        for option in evaluator.options(candidate, rank):
+            prices = list(best.prices)
+            for stage, price in zip(candidate.stages_of(rank), option, strict=True):
+                prices[stage] = price
+            if option[0].fullness <= 1.0 and tuple(prices) != best.prices:
+                found = evaluator.evaluate(candidate, tuple(prices))
+                best = found if found.rank < best.rank else best
     return best
 
 
-def _neighbours(evaluator: Evaluator, space: Space, candidate: Candidate) -> Iterator[Candidate]:
+def _neighbours(evaluator: Evaluator, candidate: Candidate) -> Iterator[Candidate]:
+    space = evaluator.space
     if space.boundaries is None:
         yield from _moved_blocks(evaluator, candidate)
-    if evaluator.constraints.replicas == AUTO:
+    if space.constraints.replicas == AUTO and candidate.schedule.num_chunks == 1:
         yield from _moved_replicas(evaluator, candidate)
 
 

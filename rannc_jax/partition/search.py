@@ -8,25 +8,27 @@ limits count plans, never seconds.
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rannc_jax.cluster import ClusterSpec
+from rannc_jax.contract import Sharding
 from rannc_jax.cost.table import CostTable
-from rannc_jax.errors import PlanError, message
+from rannc_jax.errors import InfeasibleError, PlanError, message
 from rannc_jax.partition.bound import lower_bound
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simulator
 from rannc_jax.partition.chain import ChainSearch, Estimate
-from rannc_jax.partition.constraints import Constraints, NamedSchedule
+from rannc_jax.partition.constraints import Constraints
 from rannc_jax.partition.decision import Decision, decide, summary
-from rannc_jax.partition.exact import exact_search
-from rannc_jax.partition.infeasible import explain_infeasible, gib
+from rannc_jax.partition.even import even_cuts, split_backwards
+from rannc_jax.partition.exact import ExactResult, exact_search
+from rannc_jax.partition.infeasible import explain_infeasible
 from rannc_jax.partition.interval import IntervalCosts
 from rannc_jax.partition.order import orders
 from rannc_jax.partition.refine import refine
-from rannc_jax.partition.space import Space, replica_counts, search_space
+from rannc_jax.partition.space import Menu, Space, chain_schedules, replica_counts, search_space
 from rannc_jax.partition.stage import Placement, StageModel
 from rannc_jax.plan import RunnerUp
+from rannc_jax.words import gib
 
 MOST_PRICED = 48
 """Proposals that are priced on the clock, best estimates first."""
@@ -47,7 +49,7 @@ def search(
     constraints: Constraints | None = None,
     *,
     rows: int,
-    schedules: Sequence[NamedSchedule],
+    menu: Menu,
     simulate: Simulator,
     splittable: bool = True,
     most_visited: int = MOST_VISITED,
@@ -59,7 +61,7 @@ def search(
         cluster: devices and links; what its `axes` fix is a constraint like any other.
         constraints: what is fixed; nothing by default.
         rows: batch rows of one step.
-        schedules: the candidates, all with or all without a backward.
+        menu: what there is to choose from.
         simulate: `rannc_jax.schedule.simulate`.
         splittable: False where rows are coupled, so that the batch must stay whole.
         most_visited: stages that the exact search may place; 0 leaves it out. It is also left out where
@@ -75,30 +77,59 @@ def search(
     if not costs.blocks:
         raise PlanError(message("the program has no block that could be placed."))
     model = StageModel(costs, cluster, constraints, rows)
-    space = search_space(model, constraints, schedules, splittable=splittable)
-    evaluator = Evaluator(model, constraints, simulate)
-    pool = _Pool(evaluator)
-    _propose(pool, space)
-    for start in pool.ranked()[:MOST_REFINED]:
-        pool.add(refine(evaluator, space, start, most_tried=MOST_TRIED))
-    hopeless = pool.best is not None and model.num_blocks > EXACT_BLOCKS and space.boundaries is None
-    exact = exact_search(evaluator, space, incumbent=pool.best, most_visited=0 if hopeless else most_visited)
-    if exact.best is None:
-        raise PlanError(
-            explain_infeasible(model, constraints, space, schedules, simulate, splittable=splittable)
+    space = search_space(model, constraints, menu, splittable=splittable)
+    evaluator, found, pool = _resident_or_offloaded(model, space, simulate, most_visited)
+    if found.best is None:
+        raise InfeasibleError(
+            explain_infeasible(model, constraints, evaluator.space, menu, simulate, splittable=splittable)
         )
     every = range(1, rows + 1) if splittable else (1,)
     return decide(
         model,
-        exact.best,
+        found.best,
         pool.ranked(),
         bound_s=lower_bound(
-            model, [m for m in every if rows % m == 0], trains=space.schedules[0].has_backward
+            model,
+            [m for m in every if rows % m == 0],
+            trains=space.schedules[0].has_backward,
+            splits_backward=any(schedule.splits_backward for schedule in space.schedules),
         ),
-        is_optimal=exact.is_optimal,
+        is_optimal=found.is_optimal,
         notes=space.notes,
         too_large=_one_stage_that_does_not_fit(evaluator, space),
     )
+
+
+def _resident_or_offloaded(
+    model: StageModel, space: Space, simulate: Simulator, most_visited: int
+) -> tuple[Evaluator, ExactResult, "_Pool"]:
+    """The best plan that keeps all state on the devices; if none fits, the best that need not."""
+    for offloads in dict.fromkeys((tuple(o for o in space.offloads if not o), space.offloads)):
+        if not offloads:
+            continue
+        evaluator = Evaluator(model, replace(space, offloads=offloads), simulate)
+        pool = _Pool(evaluator)
+        found = _best(pool, most_visited)
+        if found.best is not None:
+            break
+    return evaluator, found, pool
+
+
+def _best(pool: "_Pool", most_visited: int) -> ExactResult:
+    """Propose, refine, prove."""
+    evaluator, space = pool.evaluator, pool.evaluator.space
+    if chain_schedules(space.schedules):
+        _propose(pool, space)
+    for candidate in even_cuts(evaluator):
+        pool.price(candidate)
+    for candidate in split_backwards(evaluator, pool.ranked()):
+        pool.price(candidate)
+    for start in pool.ranked()[:MOST_REFINED]:
+        pool.add(refine(evaluator, start, most_tried=MOST_TRIED))
+    hopeless = (
+        pool.best is not None and evaluator.model.num_blocks > EXACT_BLOCKS and space.boundaries is None
+    )
+    return exact_search(evaluator, space, incumbent=pool.best, most_visited=0 if hopeless else most_visited)
 
 
 @dataclass(slots=True)
@@ -138,10 +169,11 @@ def _propose(pool: _Pool, space: Space) -> None:
     chosen = [own] if space.boundaries is not None else orders(model.num_blocks, model.values)
     cases: list[tuple[float, ChainSearch]] = []
     for costs in map(IntervalCosts, itertools.repeat(model), chosen):
-        for schedule, num_microbatches in itertools.product(space.schedules, space.num_microbatches):
-            chain = ChainSearch(costs, pool.evaluator.constraints, space, schedule, num_microbatches)
+        chains = itertools.product(chain_schedules(space.schedules), space.num_microbatches)
+        for schedule, num_microbatches in chains:
+            chain = ChainSearch(costs, space, schedule, num_microbatches)
             outlook_s, candidate = chain.outlook()
-            if candidate is not None and _is_allowed(candidate, space, pool.evaluator.constraints):
+            if candidate is not None and _is_allowed(candidate, space):
                 pool.price(candidate)
             cases.append((outlook_s, chain))
     proposals: list[Estimate] = []
@@ -156,23 +188,26 @@ def _propose(pool: _Pool, space: Space) -> None:
         pool.price(estimate.candidate)
 
 
-def _is_allowed(candidate: Candidate, space: Space, constraints: Constraints) -> bool:
+def _is_allowed(candidate: Candidate, space: Space) -> bool:
     """Whether a plan that was made without looking at what single stages may have keeps to it."""
     return space.num_stages in (None, candidate.num_stages) and all(
-        constraints.replicas_of(stage) in (None, placed.num_replicas)
+        space.constraints.replicas_of(stage) in (None, placed.num_replicas)
         for stage, placed in enumerate(candidate.placements)
     )
 
 
 def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[RunnerUp]:
-    """Plain data parallelism, if memory alone forbids it: the plan a user would try first."""
-    if space.num_stages not in (None, 1):
+    """Data parallelism, as plain as allowed, if memory alone forbids it: what a user would try first."""
+    if space.num_stages not in (None, 1) or not chain_schedules(space.schedules):
         return []
-    model, schedule = evaluator.model, space.schedules[0]
+    model, schedule = evaluator.model, chain_schedules(space.schedules)[0]
+    if Sharding.REPLICATED in space.shardings:
+        space = replace(space, shardings=(Sharding.REPLICATED,), offloads=(False,))
+        evaluator = Evaluator(model, space, evaluator.simulate)
     blocks = tuple(range(model.num_blocks))
     candidates = []
     for num_microbatches in space.num_microbatches:
-        fixed = evaluator.constraints.replicas_of(0)
+        fixed = space.constraints.replicas_of(0)
         replicas = max(replica_counts(model, model.rows // num_microbatches, fixed))
         candidates.append(Candidate(schedule, num_microbatches, (Placement(blocks, 0, replicas),)))
     if any(evaluator(candidate) is not None for candidate in candidates):

@@ -6,10 +6,29 @@ All constraints but the memory limit are applied here, once, so that every searc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rannc_jax.contract import Sharding
 from rannc_jax.errors import PlanError, message
 from rannc_jax.partition.constraints import AUTO, Constraints, NamedSchedule
 from rannc_jax.partition.manual import resolve_cuts
+from rannc_jax.partition.mode import Mode
 from rannc_jax.partition.stage import StageModel
+
+_ONLY_PLAN = "make_plan(..., runnable=False) to plan it all the same"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Menu:
+    """What there is to choose from before anybody fixes anything: what the runtime can run.
+
+    Args:
+        schedules: in the order in which ties are broken, all with or all without a backward.
+        shardings: the same.
+        offloads: whether optimizer state may stay on the host; True is tried only where nothing else fits.
+    """
+
+    schedules: tuple[NamedSchedule, ...]
+    shardings: tuple[Sharding, ...] = (Sharding.REPLICATED,)
+    offloads: tuple[bool, ...] = (False,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,15 +36,20 @@ class Space:
     """The choices that constraints leave.
 
     Args:
+        constraints: what is fixed.
         schedules: in the order in which ties are broken.
         num_microbatches: ascending, each a divisor of the rows.
         num_stages: fixed, or None.
         boundaries: where stages may begin in the blocks' own order, both ends included, or None where
             any convex cut is allowed; with fixed cuts every boundary is used.
+        shardings, offloads: where no constraint says which.
         notes: what was changed, for the plan.
     """
 
+    constraints: Constraints
     schedules: tuple[NamedSchedule, ...]
+    shardings: tuple[Sharding, ...]
+    offloads: tuple[bool, ...]
     num_microbatches: tuple[int, ...]
     num_stages: int | None
     boundaries: tuple[int, ...] | None
@@ -35,6 +59,19 @@ class Space:
         """No plan has more stages."""
         return self.num_stages or min(model.num_blocks, model.num_devices)
 
+    def modes_of(self, stage: int) -> tuple[Mode, ...]:
+        """The modes that a stage may take."""
+        return self.constraints.modes_of(stage, self.shardings, self.offloads)
+
+    def stage_before(self, after: int) -> int:
+        """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
+        return 0 if self.num_stages is None else self.num_stages - 1 - after
+
+
+def chain_schedules(schedules: Sequence[NamedSchedule]) -> tuple[NamedSchedule, ...]:
+    """Those whose plans are priced from the last stage backwards: one chunk a rank, whole backwards."""
+    return tuple(s for s in schedules if s.num_chunks == 1 and not s.splits_backward)
+
 
 def replica_counts(model: StageModel, microbatch_rows: int, fixed: int | None) -> tuple[int, ...]:
     """Replicas that a stage may have: divisors of the rows of a microbatch, up to all devices."""
@@ -42,9 +79,7 @@ def replica_counts(model: StageModel, microbatch_rows: int, fixed: int | None) -
     return tuple(r for r in counts if microbatch_rows % r == 0 and r <= model.num_devices)
 
 
-def search_space(
-    model: StageModel, constraints: Constraints, schedules: Sequence[NamedSchedule], *, splittable: bool
-) -> Space:
+def search_space(model: StageModel, constraints: Constraints, menu: Menu, *, splittable: bool) -> Space:
     """Apply the constraints.
 
     Raises:
@@ -58,9 +93,13 @@ def search_space(
         paths = [block.path for block in model.blocks]
         boundaries = (0, *resolve_cuts(constraints.cuts, paths), model.num_blocks)
     num_stages = constraints.fixed_num_stages
+    check_menu(constraints, menu)
     _check_size(model, constraints, num_stages)
     return Space(
-        schedules=_schedules(constraints, schedules),
+        constraints=constraints,
+        schedules=_schedules(constraints, menu.schedules),
+        shardings=menu.shardings,
+        offloads=menu.offloads,
         num_microbatches=microbatches,
         num_stages=num_stages,
         boundaries=boundaries,
@@ -68,12 +107,35 @@ def search_space(
     )
 
 
+def check_menu(constraints: Constraints, menu: Menu) -> None:
+    """What is fixed must be there to choose.
+
+    Raises:
+        PlanError: it is not.
+    """
+    fixed = constraints.sharding if isinstance(constraints.sharding, tuple) else (constraints.sharding,)
+    for sharding in fixed:
+        if isinstance(sharding, Sharding) and sharding not in menu.shardings:
+            known = ", ".join(repr(choice.value) for choice in menu.shardings)
+            raise PlanError(
+                message(
+                    f"sharding={sharding.value!r} is not run yet.", hint=f"one of {known}, or {_ONLY_PLAN}."
+                )
+            )
+    if isinstance(constraints.offload, bool) and constraints.offload not in menu.offloads:
+        raise PlanError(
+            message(f"offload={constraints.offload} is not run yet.", hint=f"a remat, or {_ONLY_PLAN}.")
+        )
+
+
 def _schedules(constraints: Constraints, schedules: Sequence[NamedSchedule]) -> tuple[NamedSchedule, ...]:
     name = constraints.schedule_name
     chosen = tuple(schedule for schedule in schedules if name in (None, schedule.name))
     if not chosen:
         built = ", ".join(repr(schedule.name) for schedule in schedules)
-        raise PlanError(message(f"schedule {name!r} is not built yet.", hint=f"one of {built}."))
+        raise PlanError(
+            message(f"schedule {name!r} is not run yet.", hint=f"one of {built}, or {_ONLY_PLAN}.")
+        )
     return chosen
 
 

@@ -1,19 +1,21 @@
 """The third level: blocks on devices become a stage, and a stage gets a price.
 
 `StageModel` is the one cost model of the search, of its exact check and of its bound. It adds up the
-prices of blocks, counts every byte a device must hold, chooses the fastest remat that fits, and says
-how long values take from one stage to another. A price depends on the stage alone (its blocks, its
+prices of blocks, counts every byte a device must hold, finds the modes (remat, sharding, offload) that fit,
+and says how long values take from one stage to another. A price depends on the stage alone (its blocks, its
 devices, the microbatches it keeps), never on the rest of the plan.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rannc_jax.cluster import ClusterSpec, DeviceSpec, LinkSpec
-from rannc_jax.contract import Remat
+from rannc_jax.cost.comm import Ring
 from rannc_jax.cost.table import BlockValue, CostTable, Priced, StateBytes
 from rannc_jax.partition.constraints import Constraints
+from rannc_jax.partition.mode import Mode, StageState, Work, for_replicas, stage_seconds
 
 MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "residuals", "working", "transfers", "constants")
 
@@ -33,19 +35,21 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrice:
-    """What a placement costs under one remat.
+    """What a placement costs in one mode.
 
     Args:
-        remat: what is kept from forward to backward.
-        forward_s, backward_s: seconds of one microbatch on the slowest replica.
+        mode: remat, sharding, offload.
+        forward_s, backward_s: seconds of one microbatch on the slowest replica, collectives included.
+        weight_s: of the backward, what only gradients of weights take: it may wait.
         tail_s: seconds after the last backward: prologue, gradient reduction, tied copies, update.
         memory_bytes: by class, on the device that is fullest against its limit.
         fullness: peak over limit of that device; a stage fits up to 1.
     """
 
-    remat: Remat
+    mode: Mode
     forward_s: float
     backward_s: float
+    weight_s: float
     tail_s: float
     memory_bytes: tuple[int, ...]
     fullness: float
@@ -53,6 +57,16 @@ class StagePrice:
     @property
     def peak_bytes(self) -> int:
         return sum(self.memory_bytes)
+
+    def step_s(self, num_microbatches: int) -> float:
+        """Seconds that the stage works in a step."""
+        return num_microbatches * (self.forward_s + self.backward_s) + self.tail_s
+
+    def beats(self, other: "StagePrice") -> bool:
+        """Whether no step with this price is slower than the same with the other: whatever starts the last
+        backward, it ends the stage's step as early."""
+        mine, its = self.backward_s + self.tail_s, other.backward_s + other.tail_s
+        return self.forward_s <= other.forward_s and self.backward_s <= other.backward_s and mine <= its
 
 
 class StageModel:
@@ -99,63 +113,96 @@ class StageModel:
         return self._prices[key]
 
     def _options(
-        self, placement: Placement, microbatch_rows: int, in_flight: int, trains: bool
+        self,
+        placement: Placement,
+        microbatch_rows: int,
+        in_flight: int,
+        trains: bool,
+        modes: tuple[Mode, ...],
     ) -> tuple[StagePrice, ...]:
-        """The price under each remat, fitting or not.
+        """The price in each mode, fitting or not, in their order.
 
-        `microbatch_rows` must divide by the replicas. O(blocks + values + ties).
+        `microbatch_rows` must divide by the replicas. O(modes + blocks + values + ties).
         """
-        rows = microbatch_rows // placement.num_replicas
-        state, tied_bytes = self.stage_state(placement.blocks)
+        replicas = placement.num_replicas
+        rows = microbatch_rows // replicas
         transfers = self.buffer_bytes(placement.blocks, rows, trains)
         kinds = sorted({self.kind_of[device] for device in placement.devices})
         prices = {kind: [self.block_price(b, rows, kind) for b in placement.blocks] for kind in kinds}
-        once_s = max(sum(price.once_s for price in prices[kind]) for kind in kinds)
-        tail_s = once_s + self.tail_seconds(state, tied_bytes, placement.first_device, placement.num_replicas)
-        forward_s = max(sum(price.forward_s for price in prices[kind]) for kind in kinds)
+        work = Work(
+            forward_s=max(sum(price.forward_s for price in prices[kind]) for kind in kinds),
+            backward_s=0.0,
+            once_s=max(sum(price.once_s for price in prices[kind]) for kind in kinds),
+            trains=trains,
+            state=self.stage_state(placement.blocks),
+            slowest=min((self.kinds[kind] for kind in kinds), key=lambda kind: kind.bytes_per_s),
+            pieces=len(placement.blocks),
+            num_replicas=replicas,
+        )
+        weight_s = min(sum(price.weight_s for price in prices[kind]) for kind in kinds) if trains else 0.0
+        ring = self.ring(placement)
         options = []
-        for remat in Remat:
+        for mode in for_replicas(modes, replicas):
             fullness, memory = max(
-                self._memory(kind, prices[kind], remat, state, in_flight, transfers) for kind in kinds
+                self._memory(kind, prices[kind], mode, work, in_flight, transfers) for kind in kinds
             )
-            backward_s = max(sum(price.backward_s[remat] for price in prices[kind]) for kind in kinds)
+            if trains:
+                remat = mode.remat
+                backward_s = max(sum(price.backward_s[remat] for price in prices[kind]) for kind in kinds)
+                work = replace(work, backward_s=backward_s)
+            forward_s, backward_s, tail_s = stage_seconds(mode, work, ring, self.tie_link)
             options.append(
                 StagePrice(
-                    remat=remat,
-                    forward_s=forward_s,
-                    backward_s=backward_s if trains else 0.0,
-                    tail_s=tail_s,
+                    mode=mode,
+                    forward_s=float(forward_s),
+                    backward_s=float(backward_s),
+                    weight_s=float(min(weight_s, backward_s)),
+                    tail_s=float(tail_s),
                     memory_bytes=memory,
                     fullness=fullness,
                 )
             )
         return tuple(options)
 
-    def price(
+    def good(
         self,
         placement: Placement,
-        microbatch_rows: int,
+        num_microbatches: int,
         in_flight: int,
         trains: bool,
-        remats: tuple[Remat, ...],
-    ) -> StagePrice | None:
-        """The fastest of `remats` that fits; of equally fast ones the smallest; None if none fits."""
-        options = self.options(placement, microbatch_rows, in_flight, trains)
-        fitting = [option for option in options if option.remat in remats and option.fullness <= 1.0]
-        return min(fitting, key=lambda option: (option.backward_s, option.peak_bytes), default=None)
+        modes: tuple[Mode, ...],
+    ) -> list[StagePrice]:
+        """The modes that fit and of which none beats another."""
+        rows = self.rows // num_microbatches
+        kept: list[StagePrice] = []
+        for option in self.options(placement, rows, in_flight, trains, modes):
+            if option.fullness <= 1.0 and not any(other.beats(option) for other in kept):
+                kept = [other for other in kept if not option.beats(other)] + [option]
+        return kept
 
-    def _stage_state(self, blocks: tuple[int, ...]) -> tuple[StateBytes, int]:
-        """State of a stage with ties counted once, and the bytes of parameters it borrows from others."""
-        state = sum((self.blocks[block].state for block in blocks), StateBytes())
+    def _stage_state(self, blocks: tuple[int, ...]) -> StageState:
+        """State of a stage with ties counted once."""
+        states = [self.blocks[block].state for block in blocks]
         members, borrowed = set(blocks), 0
         for tie in self.ties:
             if tie.blocks[0] in members:
-                state = state + tie.state
+                states.append(tie.state)
             elif not members.isdisjoint(tie.blocks):
                 parameters, gradients = tie.state.parameters, tie.state.gradients
-                state = state + StateBytes(parameters=parameters, gradients=gradients)
+                states.append(StateBytes(parameters=parameters, gradients=gradients))
                 borrowed += parameters
-        return state, borrowed
+        total = sum(states, StateBytes())
+        return StageState(
+            parameters=total.parameters,
+            gradients=total.gradients,
+            optimizer=total.optimizer,
+            constants=total.constants,
+            prologue=total.prologue,
+            update_bytes=sum(state.update_bytes for state in states),
+            borrowed=borrowed,
+            largest_parameters=max(state.parameters + state.prologue for state in states),
+            largest_optimizer=max(state.optimizer for state in states),
+        )
 
     def _buffer_bytes(self, blocks: tuple[int, ...], rows: int, trains: bool) -> int:
         """What is on its way in or out for one microbatch, cotangents included."""
@@ -168,20 +215,16 @@ class StageModel:
                 total += ways * (value.bytes_per_row * rows + value.fixed_bytes)
         return int(total)
 
-    def tail_seconds(self, state: StateBytes, borrowed: int, first: int, replicas: int) -> float:
-        """Gradient reduction over a ring, copies of borrowed parameters there and back, update."""
-        reduce_s = 0.0
-        if replicas > 1 and state.gradients > 0:
-            link = self.link_within(first, replicas)
-            moved = state.gradients * 2 * (replicas - 1) / replicas
-            reduce_s = 2 * (replicas - 1) * link.latency_s + moved / link.bytes_per_s
-        slowest = min(self.devices[d].bytes_per_s for d in range(first, first + replicas))
-        return reduce_s + 2 * self.tie_link.seconds(borrowed) + state.update_bytes / slowest
-
-    def link_within(self, first: int, replicas: int) -> LinkSpec:
-        """The slowest link of the ring over these devices."""
-        same = self.hosts[first] == self.hosts[first + replicas - 1]
-        return self.cluster.intra_host if same else self.cluster.inter_host
+    def ring(self, placement: Placement) -> Ring:
+        """The replicas of a stage."""
+        counts = Counter(self.hosts[device] for device in placement.devices).values()
+        return Ring(
+            intra_host=self.cluster.intra_host,
+            inter_host=self.cluster.inter_host,
+            hosts=len(counts),
+            fewest=min(counts),
+            most=max(counts),
+        )
 
     def transfers(
         self, placements: Sequence[Placement], microbatch_rows: int, trains: bool
@@ -222,20 +265,21 @@ class StageModel:
         self,
         kind: int,
         prices: list[Priced],
-        remat: Remat,
-        state: StateBytes,
+        mode: Mode,
+        work: Work,
         in_flight: int,
         transfers: int,
     ) -> tuple[float, tuple[int, ...]]:
         """Peak over limit, and bytes by class in the order of `MEMORY_CLASSES`."""
+        kept = work.state.under(mode, work.num_replicas)
         memory = (
-            state.parameters,
-            state.gradients,
-            state.optimizer,
-            in_flight * sum(price.residual_bytes[remat] for price in prices),
-            max(price.working_bytes[remat] for price in prices),
-            transfers,
-            state.constants + state.prologue,
+            kept.parameters,
+            kept.gradients,
+            kept.optimizer,
+            in_flight * sum(price.residual_bytes[mode.remat] for price in prices),
+            max(price.working_bytes[mode.remat] for price in prices),
+            transfers + kept.buffers,
+            kept.constants,
         )
         return sum(memory) / max(self.limits[kind], 1), memory
 

@@ -70,13 +70,29 @@ def _check_stages(plan: "Plan", mistakes: Mistakes) -> None:
             mistakes.add(path + "devices", "got none, expected 1 or more")
         if len(set(stage.devices)) < len(stage.devices):
             mistakes.add(path + "devices", f"got {list(stage.devices)}, expected each device once")
-        times = {"forward_s": stage.forward_s, "backward_s": stage.backward_s}
+        times = {name: getattr(stage, name) for name in ("forward_s", "backward_s", "weight_s", "tail_s")}
         memory = {f"memory_bytes.{name}": size for name, size in stage.memory_bytes.items()}
         _check_numbers(mistakes, path, times | memory)
+    _check_sharing(plan, mistakes)
     uses = Counter(block for stage in plan.stages for block in stage.blocks)
     for block in range(len(plan.blocks)):
         if uses[block] != 1:
             mistakes.add(f"blocks[{block}]", f"is in {uses[block]} stages, expected exactly one")
+
+
+def _check_sharing(plan: "Plan", mistakes: Mistakes) -> None:
+    """Stages share all of their devices, all alike, or none."""
+    owner: dict[int, int] = {}
+    for i, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            first = owner.setdefault(device, i)
+            if plan.stages[first].devices != stage.devices:
+                said = f"shares device {device} with stages[{first}], expected all of its devices or none"
+                mistakes.add(f"stages[{i}].devices", said)
+                break
+    sharing = Counter(stage.devices for stage in plan.stages)
+    if len(set(sharing.values())) > 1:
+        mistakes.add("stages", f"{dict(sharing)} stages by devices, expected as many on each")
 
 
 def _check_between_stages(plan: "Plan", mistakes: Mistakes) -> None:

@@ -14,9 +14,9 @@ from rannc_jax.cluster import ClusterSpec
 from rannc_jax.contract import Remat, Sharding
 from rannc_jax.errors import PlanError, message
 from rannc_jax.mistakes import Mistakes, shown
-from rannc_jax.plan import check, codec, text
+from rannc_jax.plan import check, codec, explain, text
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Blocks that run together on one sub-mesh.
+    """Blocks that run together on one sub-mesh. With an interleaved schedule several stages share one.
 
     Args:
         blocks: indices into `Plan.blocks`.
         devices: device indices of the cluster, one a replica.
         remat: what is kept from forward to backward.
         sharding: how parameters lie on the replicas.
-        forward_s, backward_s: predicted seconds for one microbatch.
+        offload: the optimizer state lies in host memory between updates.
+        forward_s, backward_s: predicted seconds for one microbatch, collectives included.
+        weight_s: of the backward, what a schedule that splits it may put off.
+        tail_s: predicted seconds after the last backward: reduction, update, gathering.
         memory_bytes: predicted peak of one device by class ("parameters", "gradients", "optimizer",
             "residuals", "working", "transfers", "constants").
     """
@@ -53,8 +56,11 @@ class Stage:
     devices: tuple[int, ...]
     remat: Remat = Remat.SAVE_MATMULS
     sharding: Sharding = Sharding.REPLICATED
+    offload: bool = False
     forward_s: float = 0.0
     backward_s: float = 0.0
+    weight_s: float = 0.0
+    tail_s: float = 0.0
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,7 +120,7 @@ class Plan:
         cluster: what the plan was made for.
         rows: batch rows of one step.
         num_microbatches: parts the batch is cut into.
-        schedule: "gpipe", "1f1b" or "forward" (no backward).
+        schedule: "gpipe", "1f1b", "zb-h1", "interleaved(chunks)" or "forward" (no backward).
         blocks, stages, crossings, ties: the cut.
         batching: "separable", "batch statistics" or "coupled": how rows may be spread (see notes).
         loss: how the losses of parts combine ("mean", "sum", "weighted", "mean_of_means", "none").
@@ -161,6 +167,11 @@ class Plan:
 
     def __str__(self) -> str:
         return text.table(self)
+
+    def explain(self) -> str:
+        """Why the plan is as it is: where the step goes, what limits it (memory, a heavy block, links), how
+        far from the best it can be, time and memory of every device, and why the runners-up lost."""
+        return explain.explain(self)
 
     def diff(self, other: "Plan") -> str:
         """What is different in `other`, one line a difference; "" if the plans are equal in all that

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rannc_jax.words import count, ms
+
 if TYPE_CHECKING:
     from rannc_jax.plan.data import Crossing, Plan, Stage
 
@@ -70,19 +72,19 @@ def _headline(plan: "Plan") -> str:
     kinds = [plan.cluster.device(i).kind for i in range(plan.cluster.num_devices)]
     there = " + ".join(f"{len(list(run))} x {kind}" for kind, run in groupby(kinds))
     used = len({device for stage in plan.stages for device in stage.devices})
-    stages = _count(plan.num_stages, "stage")
-    microbatches = _count(plan.num_microbatches, "microbatch")
+    stages = count(plan.num_stages, "stage")
+    microbatches = count(plan.num_microbatches, "microbatch")
     return (
-        f"plan: {stages} on {used} of {_count(len(kinds), 'device')} ({there}), "
-        f"{_count(plan.rows, 'row')} in {microbatches}, {plan.schedule}"
+        f"plan: {stages} on {used} of {count(len(kinds), 'device')} ({there}), "
+        f"{count(plan.rows, 'row')} in {microbatches}, {plan.schedule}"
     )
 
 
 def _prediction(plan: "Plan") -> str:
-    line = f"predicted: step {_ms(plan.step_s)} ms, bubble {100 * plan.bubble_fraction:.1f} %"
+    line = f"predicted: step {ms(plan.step_s)} ms, bubble {100 * plan.bubble_fraction:.1f} %"
     if plan.bound_s > 0:
         gap = 100 * (plan.step_s / plan.bound_s - 1)
-        line += f", {gap:.1f} % above the lower bound of {_ms(plan.bound_s)} ms"
+        line += f", {gap:.1f} % above the lower bound of {ms(plan.bound_s)} ms"
     return line
 
 
@@ -96,8 +98,8 @@ def _stage_rows(plan: "Plan") -> tuple[list[str], list[list[str]]]:
     rows = []
     for index, stage in enumerate(plan.stages):
         limit = min(plan.cluster.device(device).usable_bytes for device in stage.devices)
-        row = [str(index), _blocks(plan, stage), _devices(stage), _keeping(stage)]
-        row += [_ms(stage.forward_s), _ms(stage.backward_s)]
+        row = [str(index), _blocks(plan, stage), devices_text(stage.devices), _keeping(stage)]
+        row += [ms(stage.forward_s), ms(stage.backward_s)]
         row += [f"{stage.memory_bytes.get(c, 0) / size:.2f}" for c in classes]
         rows.append([*row, f"{stage.peak_bytes / size:.2f} / {limit / size:.2f}"])
     return head, rows
@@ -146,10 +148,10 @@ def _short(path: str) -> str:
     return "/".join(parts) if len(parts) > 1 else path[-PATH_WIDTH:]
 
 
-def _devices(stage: "Stage") -> str:
+def devices_text(devices: Sequence[int]) -> str:
     """Runs of neighbours: "0-3, 6"."""
     spans: list[list[int]] = []
-    for device in stage.devices:
+    for device in devices:
         if spans and device == spans[-1][-1] + 1:
             spans[-1] = [spans[-1][0], device]
         else:
@@ -158,8 +160,9 @@ def _devices(stage: "Stage") -> str:
 
 
 def _keeping(stage: "Stage") -> str:
-    sharding = stage.sharding.value
-    return stage.remat.value + ("" if sharding == "replicated" else f", {sharding}")
+    words = [stage.remat.value]
+    words += [] if stage.sharding.value == "replicated" else [stage.sharding.value]
+    return ", ".join(words + ["offload"] * stage.offload)
 
 
 def _crossings(plan: "Plan") -> list[str]:
@@ -173,7 +176,7 @@ def _crossings(plan: "Plan") -> list[str]:
     for (source, target), values in sorted(pairs.items(), key=lambda pair: pair[0]):
         num_bytes = sum(value.bytes_per_row * rows + value.fixed_bytes for value in values)
         names = ", ".join(_short(value.name) for value in values[:3]) + (", ..." if len(values) > 3 else "")
-        size = f"{_count(len(values), 'value')}, {num_bytes / 2**20:.3f} MiB a microbatch"
+        size = f"{count(len(values), 'value')}, {num_bytes / 2**20:.3f} MiB a microbatch"
         lines.append(f"{source} -> {target}: {size} ({names})")
     return lines
 
@@ -186,14 +189,4 @@ def _ties(plan: "Plan") -> list[str]:
 
 
 def _runners_up(plan: "Plan") -> list[str]:
-    return [f"{_ms(other.step_s)} ms  {other.summary}: {other.reason}" for other in plan.runners_up]
-
-
-def _ms(seconds: float) -> str:
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.1f}" if milliseconds >= 100 else f"{milliseconds:.3f}"
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    return [f"{ms(other.step_s)} ms  {other.summary}: {other.reason}" for other in plan.runners_up]

@@ -6,6 +6,8 @@ from rannc_jax.schedule.check import check_actions as check_actions
 from rannc_jax.schedule.check import linearise as linearise
 from rannc_jax.schedule.forward import Forward as Forward
 from rannc_jax.schedule.gpipe import GPipe as GPipe
+from rannc_jax.schedule.held import most_held as most_held
+from rannc_jax.schedule.interleaved import Interleaved as Interleaved
 from rannc_jax.schedule.one_f_one_b import OneFOneB as OneFOneB
 from rannc_jax.schedule.parse import parse_grid as parse_grid
 from rannc_jax.schedule.parse import print_grid as print_grid
@@ -16,3 +18,4 @@ from rannc_jax.schedule.simulate import Span as Span
 from rannc_jax.schedule.simulate import Timeline as Timeline
 from rannc_jax.schedule.simulate import Transfer as Transfer
 from rannc_jax.schedule.simulate import simulate as simulate
+from rannc_jax.schedule.zero_bubble import ZeroBubble as ZeroBubble

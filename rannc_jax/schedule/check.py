@@ -9,6 +9,7 @@ from collections import Counter
 
 from rannc_jax.errors import ScheduleError, message
 from rannc_jax.schedule.action import Action, Kind
+from rannc_jax.schedule.held import most_held
 from rannc_jax.schedule.schedule import Grid
 
 _COMPLETE = (
@@ -21,7 +22,7 @@ _COMPLETE = (
 def linearise(actions: Grid) -> tuple[Action, ...]:
     """One global order in which every action comes after all that it needs.
 
-    It is the order in which the actions would start if each took one unit of time, ties by stage: a
+    It is the order in which the actions would start if each took one unit of time, ties by rank: a
     single thread that dispatches in this order keeps all stages fed. Linear in the number of actions.
 
     Raises:
@@ -32,45 +33,48 @@ def linearise(actions: Grid) -> tuple[Action, ...]:
     if stuck:
         raise ScheduleError(_deadlock(stuck))
     timed = [
-        (start, stage, position) for stage, times in enumerate(starts) for position, start in enumerate(times)
+        (start, rank, position) for rank, times in enumerate(starts) for position, start in enumerate(times)
     ]
     timed.sort()
-    return tuple(actions[stage][position] for _, stage, position in timed)
+    return tuple(actions[rank][position] for _, rank, position in timed)
 
 
 def _unit_starts(actions: Grid) -> list[list[int]]:
     """Start of each action if each takes one unit; a row ends early at an action that waits for ever."""
-    values: list[dict[int, int]] = [{} for _ in actions]
-    cotangents: list[dict[int, int]] = [{} for _ in actions]
-    starts: list[list[int]] = [[] for _ in actions]
+    rank_of = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    num_stages = 1 + max(rank_of, default=-1)
     there_already = {action.microbatch: 0 for row in actions for action in row}
+    values: list[dict[int, int]] = [{} for _ in range(num_stages)]
+    cotangents: list[dict[int, int]] = [{} for _ in range(num_stages)]
+    starts: list[list[int]] = [[] for _ in actions]
     waiting = list(range(len(actions)))
     while waiting:
-        stage = waiting.pop()
-        before = values[stage - 1] if stage > 0 else there_already
-        after = cotangents[stage + 1] if stage + 1 < len(actions) else there_already
-        row, times, own, back = actions[stage], starts[stage], values[stage], cotangents[stage]
-        progress = len(times)
+        rank = waiting.pop()
+        row, times = actions[rank], starts[rank]
+        touched = set()
         clock = times[-1] + 1 if times else 0
         while len(times) < len(row):
-            kind, microbatch = row[len(times)].kind, row[len(times)].microbatch
+            stage, kind, microbatch = row[len(times)].stage, row[len(times)].kind, row[len(times)].microbatch
+            own, back = values[stage], cotangents[stage]
             if kind is Kind.FORWARD:
-                arrival = before.get(microbatch)
+                arrival = (values[stage - 1] if stage > 0 else there_already).get(microbatch)
             elif kind is Kind.WEIGHT_GRAD:
                 arrival = back.get(microbatch)
             else:
+                after = cotangents[stage + 1] if stage + 1 < num_stages else there_already
                 arrival = after.get(microbatch) if microbatch in own else None
             if arrival is None:
                 break
             start = max(clock, arrival)
             times.append(start)
             clock = start + 1
+            touched.add(stage)
             if kind is Kind.FORWARD:
                 own[microbatch] = clock
             elif kind is not Kind.WEIGHT_GRAD:
                 back[microbatch] = clock
-        if len(times) > progress:
-            waiting += [other for other in (stage - 1, stage + 1) if 0 <= other < len(actions)]
+        near = {rank_of[other] for stage in touched for other in (stage - 1, stage + 1) if other in rank_of}
+        waiting += sorted(near - {rank})
     return starts
 
 
@@ -78,50 +82,40 @@ def check_actions(actions: Grid, *, in_flight: tuple[int, ...] | None = None) ->
     """Check that each stage runs each microbatch once, that nothing deadlocks, and what is kept.
 
     Args:
-        actions: by stage.
+        actions: by rank.
         in_flight: the promise of each stage, if any.
 
     Raises:
         ScheduleError: names the stage and the first action that is wrong.
     """
     microbatches = {action.microbatch for row in actions for action in row}
-    for stage, row in enumerate(actions):
-        _check_complete(stage, row, microbatches)
+    owners: dict[int, int] = {}
+    for rank, row in enumerate(actions):
+        for stage in sorted({action.stage for action in row}):
+            if owners.setdefault(stage, rank) != rank:
+                raise ScheduleError(message(f"stage {stage} is run by rank {owners[stage]} and by {rank}."))
+            _check_complete(stage, row, microbatches)
+    if sorted(owners) != list(range(len(owners))):
+        raise ScheduleError(message(f"the stages are {sorted(owners)}, expected 0, 1, 2, ..."))
     linearise(actions)
     if in_flight is None:
         return
-    for stage, row in enumerate(actions):
-        peak = peak_in_flight(row)
-        if peak > in_flight[stage]:
-            raise ScheduleError(
-                message(
-                    f"stage {stage} keeps more microbatches than its schedule promises.",
-                    f"in flight at its peak: {peak}, promised: {in_flight[stage]}",
+    for row in actions:
+        for stage, most in most_held(row).items():
+            if most > in_flight[stage]:
+                raise ScheduleError(
+                    message(
+                        f"stage {stage} keeps more microbatches than its schedule promises.",
+                        f"in flight at its peak: {most}, promised: {in_flight[stage]}",
+                    )
                 )
-            )
-
-
-def peak_in_flight(row: tuple[Action, ...]) -> int:
-    """The most forwards of one stage whose last gradient has not run; 0 for a row without gradients."""
-    last = {
-        action.microbatch: position for position, action in enumerate(row) if action.kind is not Kind.FORWARD
-    }
-    held = peak = 0
-    for position, action in enumerate(row):
-        if action.kind is Kind.FORWARD:
-            held += action.microbatch in last
-            peak = max(peak, held)
-        elif last[action.microbatch] == position:
-            held -= 1
-    return peak
 
 
 def _check_complete(stage: int, row: tuple[Action, ...], microbatches: set[int]) -> None:
     kinds: dict[int, Counter[Kind]] = {microbatch: Counter() for microbatch in microbatches}
     for action in row:
-        if action.stage != stage:
-            raise ScheduleError(message(f"action {action} stands in the row of stage {stage}."))
-        kinds[action.microbatch][action.kind] += 1
+        if action.stage == stage:
+            kinds[action.microbatch][action.kind] += 1
     for microbatch, counted in sorted(kinds.items()):
         if counted not in _COMPLETE:
             got = "".join(sorted(kind.value for kind in counted.elements())) or "nothing"

@@ -11,7 +11,7 @@ class Forward(Schedule):
     """All forwards, and no backward.
 
     Example:
-        >>> [str(action) for action in Forward().stage_actions(1, 2, 2)]
+        >>> [str(action) for action in Forward().rank_actions(1, 2, 2)]
         ['1F0', '1F1']
     """
 
@@ -23,8 +23,8 @@ class Forward(Schedule):
     def has_backward(self) -> bool:
         return False
 
-    def stage_actions(self, stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-        return tuple(Action(stage, Kind.FORWARD, microbatch) for microbatch in range(num_microbatches))
+    def rank_actions(self, rank: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+        return tuple(Action(rank, Kind.FORWARD, microbatch) for microbatch in range(num_microbatches))
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
         return 0

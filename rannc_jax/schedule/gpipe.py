@@ -16,7 +16,7 @@ class GPipe(Schedule):
     """All forwards, then all backwards.
 
     Example:
-        >>> [str(action) for action in GPipe().stage_actions(0, 2, 2)]
+        >>> [str(action) for action in GPipe().rank_actions(0, 2, 2)]
         ['0F0', '0F1', '0B0', '0B1']
     """
 
@@ -24,9 +24,9 @@ class GPipe(Schedule):
     def name(self) -> str:
         return "gpipe"
 
-    def stage_actions(self, stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    def rank_actions(self, rank: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
         return tuple(
-            Action(stage, kind, microbatch)
+            Action(rank, kind, microbatch)
             for kind in (Kind.FORWARD, Kind.BACKWARD)
             for microbatch in range(num_microbatches)
         )

@@ -15,7 +15,7 @@ class OneFOneB(Schedule):
     """One forward, one backward.
 
     Example:
-        >>> [str(action) for action in OneFOneB().stage_actions(0, 2, 3)]
+        >>> [str(action) for action in OneFOneB().rank_actions(0, 2, 3)]
         ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
 
@@ -23,13 +23,13 @@ class OneFOneB(Schedule):
     def name(self) -> str:
         return "1f1b"
 
-    def stage_actions(self, stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-        ahead = self.in_flight(stage, num_stages, num_microbatches)
-        actions = [Action(stage, Kind.FORWARD, microbatch) for microbatch in range(ahead)]
+    def rank_actions(self, rank: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+        ahead = self.in_flight(rank, num_stages, num_microbatches)
+        actions = [Action(rank, Kind.FORWARD, microbatch) for microbatch in range(ahead)]
         for microbatch in range(num_microbatches):
-            actions.append(Action(stage, Kind.BACKWARD, microbatch))
+            actions.append(Action(rank, Kind.BACKWARD, microbatch))
             if microbatch + ahead < num_microbatches:
-                actions.append(Action(stage, Kind.FORWARD, microbatch + ahead))
+                actions.append(Action(rank, Kind.FORWARD, microbatch + ahead))
         return tuple(actions)
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:

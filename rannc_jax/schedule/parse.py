@@ -4,39 +4,44 @@
 inverses of each other.
 """
 
-from rannc_jax.errors import PlanError, ScheduleError, message
+import re
+
+from rannc_jax.errors import ScheduleError, message
 from rannc_jax.schedule.action import Action
 from rannc_jax.schedule.forward import Forward
 from rannc_jax.schedule.gpipe import GPipe
+from rannc_jax.schedule.interleaved import Interleaved
 from rannc_jax.schedule.one_f_one_b import OneFOneB
 from rannc_jax.schedule.schedule import Grid, Schedule
+from rannc_jax.schedule.zero_bubble import ZeroBubble
 
-_BUILT: tuple[Schedule, ...] = (GPipe(), OneFOneB(), Forward())
-_NOT_BUILT = ("interleaved", "zero_bubble")
+_KNOWN: tuple[Schedule, ...] = (GPipe(), OneFOneB(), ZeroBubble(), Forward())
+_INTERLEAVED = re.compile(r"interleaved\((\d+)\)")
 
 
 def schedule_named(text: str) -> Schedule:
     """The schedule with this name.
 
     Raises:
-        PlanError: the name is known, but the schedule is not built yet.
         ScheduleError: the name is not known.
 
     Example:
-        >>> schedule_named("1f1b")
-        OneFOneB()
+        >>> schedule_named("1f1b"), schedule_named("interleaved(2)")
+        (OneFOneB(), Interleaved(chunks=2))
     """
-    for schedule in _BUILT:
+    for schedule in _KNOWN:
         if schedule.name == text:
             return schedule
-    built = ", ".join(repr(schedule.name) for schedule in _BUILT)
-    if text in _NOT_BUILT:
-        raise PlanError(message(f"schedule {text!r} is not built yet.", hint=f"one of {built}."))
-    raise ScheduleError(message(f"there is no schedule {text!r}.", hint=f"one of {built}."))
+    chunked = _INTERLEAVED.fullmatch(text)
+    if chunked and int(chunked[1]) > 1:
+        return Interleaved(int(chunked[1]))
+    known = ", ".join(repr(schedule.name) for schedule in _KNOWN)
+    hint = f"one of {known}, or 'interleaved(2)' with 2 chunks or more."
+    raise ScheduleError(message(f"there is no schedule {text!r}.", hint=hint))
 
 
 def print_grid(actions: Grid) -> str:
-    """One line a stage, actions in columns.
+    """One line a rank, actions in columns.
 
     Example:
         >>> print(print_grid(GPipe().actions(2, 2)))
@@ -51,11 +56,15 @@ def parse_grid(text: str) -> Grid:
     """The inverse of `print_grid`.
 
     Raises:
-        ScheduleError: a word is not an action, or stands in another stage's line.
+        ScheduleError: a word is not an action, or a stage stands in two lines.
     """
     grid = tuple(tuple(Action.parse(word) for word in line.split()) for line in text.splitlines())
-    for stage, row in enumerate(grid):
+    line_of: dict[int, int] = {}
+    for line, row in enumerate(grid):
         for action in row:
-            if action.stage != stage:
-                raise ScheduleError(message(f"{action} stands in line {stage}, which is stage {stage}."))
+            first = line_of.setdefault(action.stage, line)
+            if first != line:
+                raise ScheduleError(
+                    message(f"{action} stands in line {line}, and stage {action.stage} in line {first} too.")
+                )
     return grid

@@ -1,6 +1,6 @@
 """Actions and seconds in, a `Timeline` out: when each stage runs what.
 
-A stage runs its actions in its own order, each as soon as the stage is free and what it needs has
+A rank runs its actions in its own order, each as soon as the rank is free and what it needs has
 arrived. Values between two stages go over a channel of their own, one each way: transfers overlap
 compute, delay arrival, and queue behind each other in the order in which they were made. A simulated
 step is a longest path with fixed orders, so it never gets shorter when any duration grows.
@@ -31,10 +31,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When each stage ran each of its actions, simulated or measured.
+    """When each rank ran each of its actions, simulated or measured.
 
     Args:
-        actions: by stage, in the order in which they ran.
+        actions: by rank, in the order in which they ran.
         start_s, end_s: seconds since the step began, shaped like `actions`.
     """
 
@@ -44,7 +44,7 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """By stage, in order."""
+        """By rank, in order."""
         return tuple(
             tuple(
                 Span(action=action, start_s=start, end_s=end)
@@ -54,18 +54,18 @@ class Timeline:
         )
 
     @property
-    def stage_end_s(self) -> tuple[float, ...]:
-        """When each stage ends its last action."""
+    def rank_end_s(self) -> tuple[float, ...]:
+        """When each rank ends its last action."""
         return tuple(max(ends, default=0.0) for ends in self.end_s)
 
     @property
     def step_s(self) -> float:
-        """When the last stage to end has ended."""
-        return max(self.stage_end_s, default=0.0)
+        """When the last rank to end has ended."""
+        return max(self.rank_end_s, default=0.0)
 
     @property
-    def stage_bubble_fraction(self) -> tuple[float, ...]:
-        """Share of `step_s` in which each stage is idle."""
+    def rank_bubble_fraction(self) -> tuple[float, ...]:
+        """Share of `step_s` in which each rank is idle."""
         step_s = self.step_s
         if step_s <= 0.0:
             return (0.0,) * len(self.actions)
@@ -76,8 +76,8 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Mean over the stages of their idle share."""
-        shares = self.stage_bubble_fraction
+        """Mean over the ranks of their idle share."""
+        shares = self.rank_bubble_fraction
         return sum(shares) / len(shares) if shares else 0.0
 
 
@@ -87,39 +87,40 @@ def simulate(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfers: Sequence[Transfer] = (),
+    weight_s: Sequence[float] | None = None,
 ) -> Timeline:
     """Run one step on the clock.
 
     Args:
-        schedule: forward, backward or forward-only actions.
+        schedule: of any kind.
         num_microbatches: at least 1.
         forward_s, backward_s: seconds of one microbatch, by stage.
         transfers: what goes between stages; at most one entry a pair of stages. Stages without a
             transfer between them do not wait for each other.
+        weight_s: by stage, the seconds of the backward that a schedule which splits it may put off.
 
     Returns:
         The timeline. Linear in actions and transfers.
 
     Raises:
         ScheduleError: a transfer does not go from an earlier to a later stage, or the schedule splits
-            the backward.
+            the backward and `weight_s` is missing.
     """
     num_stages = len(forward_s)
-    order = _order(schedule, num_stages, num_microbatches)
-    outgoing = _outgoing(num_stages, transfers)
-    seconds = (list(forward_s), list(backward_s))
-    arrived = [[[0.0] * num_microbatches for _ in range(num_stages)] for _ in range(2)]
+    order, rank_of = _order(schedule, num_stages, num_microbatches)
+    outgoing = (*_outgoing(num_stages, transfers), [()] * num_stages)
+    seconds = _seconds(schedule, forward_s, backward_s, weight_s)
+    arrived = [[[0.0] * num_microbatches for _ in range(num_stages)] for _ in range(3)]
     channel = [[0.0] * len(transfers) for _ in range(2)]
-    free = [0.0] * num_stages
-    starts: list[list[float]] = [[] for _ in range(num_stages)]
-    ends: list[list[float]] = [[] for _ in range(num_stages)]
+    free = [0.0] * (num_stages // schedule.num_chunks)
+    starts: list[list[float]] = [[] for _ in free]
+    ends: list[list[float]] = [[] for _ in free]
     for stage, way, microbatch in order:
-        start = free[stage]
-        arrival = arrived[way][stage][microbatch]
-        start = max(start, arrival)
-        end = free[stage] = start + seconds[way][stage]
-        starts[stage].append(start)
-        ends[stage].append(end)
+        rank = rank_of[stage]
+        start = max(free[rank], arrived[way][stage][microbatch])
+        end = free[rank] = start + seconds[way][stage]
+        starts[rank].append(start)
+        ends[rank].append(end)
         for other, transfer_s, index in outgoing[way][stage]:
             busy = channel[way][index]
             arrival = channel[way][index] = (max(end, busy)) + transfer_s
@@ -129,6 +130,23 @@ def simulate(
         start_s=tuple(map(tuple, starts)),
         end_s=tuple(map(tuple, ends)),
     )
+
+
+def _seconds(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weight_s: Sequence[float] | None,
+) -> tuple[list[float], list[float], list[float]]:
+    """By stage: of a forward, of a backward or its first half, of its second half."""
+    if not schedule.splits_backward:
+        return list(forward_s), list(backward_s), []
+    if weight_s is None:
+        raise ScheduleError(
+            message(f"{schedule.name} splits the backward.", hint="weight_s, the seconds of the second half.")
+        )
+    halves = [whole - later for whole, later in zip(backward_s, weight_s, strict=True)]
+    return list(forward_s), halves, list(weight_s)
 
 
 def _outgoing(
@@ -157,11 +175,15 @@ def _grid(schedule: Schedule, num_stages: int, num_microbatches: int) -> Grid:
 
 
 @functools.lru_cache(maxsize=64)
-def _order(schedule: Schedule, num_stages: int, num_microbatches: int) -> tuple[tuple[int, int, int], ...]:
-    """(stage, 0 forward or 1 backward, microbatch) in one order that respects every dependency."""
-    ways = {Kind.FORWARD: 0, Kind.BACKWARD: 1}
-    order = linearise(_grid(schedule, num_stages, num_microbatches))
-    split = next((action for action in order if action.kind not in ways), None)
-    if split is not None:
-        raise ScheduleError(message(f"{split} splits the backward, which has no seconds of its own here."))
-    return tuple((action.stage, ways[action.kind], action.microbatch) for action in order)
+def _order(
+    schedule: Schedule, num_stages: int, num_microbatches: int
+) -> tuple[tuple[tuple[int, int, int], ...], dict[int, int]]:
+    """(stage, way, microbatch) in one order that respects every dependency, and the rank of every stage.
+
+    The way is 0 for a forward, 1 for a backward or a gradient of inputs, 2 for a gradient of weights.
+    """
+    ways = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 2}
+    grid = _grid(schedule, num_stages, num_microbatches)
+    rank_of = {action.stage: rank for rank, row in enumerate(grid) for action in row}
+    order = tuple((action.stage, ways[action.kind], action.microbatch) for action in linearise(grid))
+    return order, rank_of

@@ -6,14 +6,26 @@ Slow and plain on purpose. Only the clock (`simulate`) is shared; it has an orac
 import itertools
 import math
 
-from rannc_jax.contract import Remat
+from rannc_jax.contract import Remat, Sharding
+from rannc_jax.cost.table import StateBytes
 from rannc_jax.schedule import GPipe, OneFOneB, simulate
 
 BOTH = (GPipe(), OneFOneB())
 REMATS = tuple(Remat)
+ONE_WAY = 0.7  # what collectives reach of a link
 
 
-def all_plans(table, cluster, rows, *, schedules=BOTH, remats=REMATS, microbatches=None):
+def all_plans(
+    table,
+    cluster,
+    rows,
+    *,
+    schedules=BOTH,
+    remats=REMATS,
+    shardings=(Sharding.REPLICATED,),
+    offloads=(False,),
+    microbatches=None,
+):
     """Yield (step seconds, description) of every plan that fits."""
     num_blocks = len(table.blocks)
     for num_stages in range(1, min(num_blocks, cluster.num_devices) + 1):
@@ -21,7 +33,8 @@ def all_plans(table, cluster, rows, *, schedules=BOTH, remats=REMATS, microbatch
             for m in microbatches or [m for m in range(1, rows + 1) if rows % m == 0]:
                 for devices in device_ranges(cluster.num_devices, num_stages, rows // m):
                     for schedule in schedules:
-                        yield from priced(table, cluster, rows // m, m, stages, devices, schedule, remats)
+                        modes = list(itertools.product(remats, shardings, offloads))
+                        yield from priced(table, cluster, rows // m, m, stages, devices, schedule, modes)
 
 
 def best_step(*args, **kwargs):
@@ -47,23 +60,25 @@ def device_ranges(num_devices, num_stages, microbatch_rows):
             yield ranges
 
 
-def priced(table, cluster, microbatch_rows, m, stages, devices, schedule, remats):
+def priced(table, cluster, microbatch_rows, m, stages, devices, schedule, modes):
     num_stages = len(stages)
     options = []
     for s in range(num_stages):
         in_flight = schedule.in_flight(s, num_stages, m)
         options.append(
             [
-                remat
-                for remat in remats
-                if all(
+                mode
+                for mode in modes
+                if (len(devices[s]) > 1 or mode[1] is modes[0][1])  # one replica has nothing to shard
+                and all(
                     peak_bytes(
                         table,
                         cluster.device(d),
                         stages[s],
                         microbatch_rows // len(devices[s]),
-                        remat,
+                        mode,
                         in_flight,
+                        len(devices[s]),
                     )
                     <= cluster.device(d).usable_bytes
                     for d in devices[s]
@@ -73,29 +88,39 @@ def priced(table, cluster, microbatch_rows, m, stages, devices, schedule, remats
     if not all(options):
         return
     transfers = transfer_seconds(table, cluster, microbatch_rows, stages, devices)
-    tails = [tail_seconds(table, cluster, microbatch_rows, stages[s], devices[s]) for s in range(num_stages)]
     for chosen in itertools.product(*options):
-        forward, backward = [], []
-        for s in range(num_stages):
-            rows = microbatch_rows // len(devices[s])
-            prices = [[table.price(b, rows, cluster.device(d)) for b in stages[s]] for d in devices[s]]
-            forward.append(max(sum(p.forward_s for p in on_device) for on_device in prices))
-            backward.append(max(sum(p.backward_s[chosen[s]] for p in on_device) for on_device in prices))
-        ends = simulate(schedule, m, forward, backward, transfers).stage_end_s
+        timed = [
+            stage_seconds(table, cluster, microbatch_rows, stages[s], devices[s], chosen[s])
+            for s in range(num_stages)
+        ]
+        forward, backward, tails = zip(*timed, strict=True)
+        ends = simulate(schedule, m, forward, backward, transfers).rank_end_s
         yield (
             max(e + t for e, t in zip(ends, tails, strict=True)),
             (stages, devices, m, schedule.name, chosen),
         )
 
 
-def peak_bytes(table, device, blocks, rows, remat, in_flight):
+def peak_bytes(table, device, blocks, rows, mode, in_flight, replicas):
+    remat, sharding, offload = mode
     prices = [table.price(b, rows, device) for b in blocks]
-    total = sum(table.blocks[b].state.total for b in blocks)
-    for tie in table.ties:
-        if tie.blocks[0] in blocks:
-            total += tie.state.total
-        elif set(tie.blocks) & set(blocks):
-            total += tie.state.parameters + tie.state.gradients
+    held = states(table, blocks)
+    parameters = sum(s.parameters for s in held)
+    gradients = sum(s.gradients for s in held)
+    optimizer = sum(s.optimizer for s in held)
+    prologue = sum(s.prologue for s in held)
+    total = sum(s.constants for s in held)
+    shards = 1 if sharding is Sharding.REPLICATED else replicas
+    if offload:
+        total += 2 * math.ceil(max(s.optimizer for s in held) / shards)
+    else:
+        total += math.ceil(optimizer / shards)
+    total += math.ceil(gradients / (replicas if sharding in (Sharding.ZERO2, Sharding.FSDP) else 1))
+    if sharding is Sharding.FSDP and replicas > 1:
+        total += math.ceil(parameters / replicas) + math.ceil(prologue / replicas)
+        total += 2 * max(s.parameters + s.prologue for s in held)
+    else:
+        total += parameters + prologue
     total += in_flight * sum(p.residual_bytes[remat] for p in prices)
     total += max(p.working_bytes[remat] for p in prices)
     for value in table.values:
@@ -135,23 +160,68 @@ def transfer_seconds(table, cluster, microbatch_rows, stages, devices):
     return transfers
 
 
-def tail_seconds(table, cluster, microbatch_rows, blocks, devices):
-    rows, r = microbatch_rows // len(devices), len(devices)
-    several = cluster.host(devices[0]) != cluster.host(devices[-1])
-    link = cluster.inter_host if several else cluster.intra_host
-    gradients = sum(table.blocks[b].state.gradients for b in blocks)
-    updated = sum(table.blocks[b].state.update_bytes for b in blocks)
-    total = max(sum(table.price(b, rows, cluster.device(d)).once_s for b in blocks) for d in devices)
+def states(table, blocks):
+    """What lies on a stage, by block and tie; a borrowed parameter brings itself and its gradient."""
+    held = [table.blocks[b].state for b in blocks]
     for tie in table.ties:
-        if not set(tie.blocks) & set(blocks):
-            continue
-        gradients += tie.state.gradients
         if tie.blocks[0] in blocks:
-            updated += tie.state.update_bytes
+            held.append(tie.state)
+        elif set(tie.blocks) & set(blocks):
+            held.append(StateBytes(parameters=tie.state.parameters, gradients=tie.state.gradients))
+    return held
+
+
+def gather_seconds(cluster, devices, num_bytes, pieces=1):
+    """A slice goes round the hosts, then all slices round a host."""
+    if not num_bytes:
+        return 0.0
+    on_host = [[d for d in devices if cluster.host(d) == h] for h in {cluster.host(d) for d in devices}]
+    hosts, sizes = len(on_host), [len(each) for each in on_host]
+    seconds = 0.0
+    for link, n, whole in (
+        (cluster.inter_host, hosts, num_bytes / min(sizes)),
+        (cluster.intra_host, max(sizes), num_bytes),
+    ):
+        seconds += (n - 1) * pieces * link.latency_s + (n - 1) / n * whole / (ONE_WAY * link.bytes_per_s)
+    return seconds
+
+
+def exposed(compute_s, collective_s, share):
+    return collective_s - share * min(compute_s, collective_s)
+
+
+def stage_seconds(table, cluster, microbatch_rows, blocks, devices, mode):
+    """Forward and backward of a microbatch, and the tail."""
+    remat, sharding, offload = mode
+    rows, r = microbatch_rows // len(devices), len(devices)
+    prices = [[table.price(b, rows, cluster.device(d)) for b in blocks] for d in devices]
+    forward_s = max(sum(p.forward_s for p in on_device) for on_device in prices)
+    backward_s = max(sum(p.backward_s[remat] for p in on_device) for on_device in prices)
+    held = states(table, blocks)
+    used = sum(s.parameters + s.prologue for s in held)
+    gradients = sum(s.gradients for s in held)
+    optimizer = sum(s.optimizer for s in held)
+    slowest = min((cluster.device(d) for d in devices), key=lambda d: d.bytes_per_s)
+    tail_s = max(sum(p.once_s for p in on_device) for on_device in prices)
+    hosts = cluster.host(cluster.num_devices - 1)
+    for tie in table.ties:
+        if set(tie.blocks) & set(blocks) and tie.blocks[0] not in blocks:
+            tail_s += 2 * (cluster.inter_host if hosts else cluster.intra_host).seconds(tie.state.parameters)
+    shards = 1 if sharding is Sharding.REPLICATED else r
+    tail_s += sum(s.update_bytes for s in held) / shards / slowest.bytes_per_s
+    if offload:
+        tail_s += 2 * optimizer / shards / slowest.host_bytes_per_s
+    if r > 1:
+        once, each = gather_seconds(cluster, devices, gradients), len(blocks)
+        if sharding is Sharding.REPLICATED:
+            tail_s += exposed(backward_s, 2 * once, 0.75)
+        elif sharding is Sharding.ZERO1:
+            tail_s += exposed(backward_s, once, 0.75)
         else:
-            updated += 2 * tie.state.parameters + tie.state.gradients
-            hosts = cluster.host(cluster.num_devices - 1)
-            total += 2 * (cluster.inter_host if hosts else cluster.intra_host).seconds(tie.state.parameters)
-    if r > 1 and gradients:
-        total += 2 * (r - 1) * link.latency_s + 2 * (r - 1) / r * gradients / link.bytes_per_s
-    return total + updated / min(cluster.device(d).bytes_per_s for d in devices)
+            gather = gather_seconds(cluster, devices, used, each) * (sharding is Sharding.FSDP)
+            scatter = gather_seconds(cluster, devices, gradients, each)
+            forward_s += exposed(forward_s, gather, 0.5)
+            backward_s += exposed(backward_s, gather + scatter, 0.5)
+        if sharding in (Sharding.ZERO1, Sharding.ZERO2) and gradients:
+            tail_s += gather_seconds(cluster, devices, used)
+    return forward_s, backward_s, tail_s

@@ -12,6 +12,7 @@ from rannc_jax.partition.check import check_decision
 from rannc_jax.partition.constraints import Constraints
 from rannc_jax.partition.manual import resolve_cuts
 from rannc_jax.partition.search import search
+from rannc_jax.partition.space import Menu
 from rannc_jax.plan import Crossing, Tie
 from rannc_jax.schedule import Forward, GPipe, OneFOneB, simulate
 from tests.partition.random_cases import cluster, device, uniform
@@ -45,14 +46,12 @@ def machine(num_devices, memory_bytes=2**40):
     )
 
 
-BOTH = (GPipe(), OneFOneB())
+BOTH = Menu(schedules=(GPipe(), OneFOneB()))
 
 
-def decide(table, machine, *, rows=8, schedules=BOTH, splittable=True, **constraints):
+def decide(table, machine, *, rows=8, menu=BOTH, splittable=True, **constraints):
     chosen = Constraints(**constraints)
-    decision = search(
-        table, machine, chosen, rows=rows, schedules=schedules, simulate=simulate, splittable=splittable
-    )
+    decision = search(table, machine, chosen, rows=rows, menu=menu, simulate=simulate, splittable=splittable)
     merged = chosen.with_axes(machine.axes)
     check_decision(decision, table, machine, merged, rows=rows)
     return decision
@@ -120,7 +119,7 @@ def test_a_slower_kind_of_device_gets_less_work():
 
 
 def test_inference_uses_the_forward_schedule_and_keeps_nothing():
-    decision = decide(chain(4), machine(2), schedules=(Forward(),), num_stages=2)
+    decision = decide(chain(4), machine(2), menu=Menu(schedules=(Forward(),)), num_stages=2)
     assert decision.schedule == Forward()
     assert all(stage.memory_bytes["residuals"] == 0 for stage in decision.stages)
     assert all(stage.backward_s == 0.0 for stage in decision.stages)
@@ -205,12 +204,10 @@ def test_where_nothing_is_fixed_more_devices_are_proposed():
     assert "4.1 MiB of usable memory per device, or optimizer state in bfloat16" in text
 
 
-def test_what_is_not_built_yet_says_so():
-    with pytest.raises(PlanError, match=r"Sharding\.FSDP is not built yet"):
-        Constraints(sharding=Sharding.FSDP)
-    with pytest.raises(PlanError, match="offload=True is not built yet"):
-        Constraints(offload=True)
-    assert "schedule 'interleaved' is not built yet" in refusal(chain(2), machine(2), schedule="interleaved")
+def test_what_is_not_run_yet_says_so():
+    assert "sharding='fsdp' is not run yet" in refusal(chain(2), machine(2), sharding=Sharding.FSDP)
+    assert "offload=True is not run yet" in refusal(chain(2), machine(2), offload=True)
+    assert "schedule 'zb-h1' is not run yet" in refusal(chain(2), machine(2), schedule="zb-h1")
 
 
 def test_all_unusable_constraints_are_reported_at_once():
@@ -248,6 +245,6 @@ def test_the_check_finds_blocks_placed_twice_shared_devices_and_flow_backwards()
         check_decision(swapped, table, spec, Constraints(), rows=8)
     with pytest.raises(PlanError, match=r"in several stages: \[0\]") as caught:
         check_decision(shared, table, spec, Constraints(), rows=8)
-    assert "devices used twice: [0]" in str(caught.value)
+    assert "devices used too often: [0]" in str(caught.value)
     with pytest.raises(PlanError, match="stage 0 needs"):
         check_decision(decision, table, spec, Constraints(memory_limit_bytes=1), rows=8)

@@ -1,14 +1,16 @@
 """On small programs the search must find what plain enumeration finds, and prove it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from rannc_jax.contract import Remat
+from rannc_jax.contract import Remat, Sharding
 from rannc_jax.errors import PlanError
 from rannc_jax.partition.check import check_decision
 from rannc_jax.partition.constraints import Constraints
 from rannc_jax.partition.search import search
+from rannc_jax.partition.space import Menu
 from rannc_jax.schedule import GPipe, OneFOneB, simulate
 from tests.partition.brute_force import BOTH, best_step
 from tests.partition.random_cases import random_problem
@@ -20,7 +22,8 @@ SLOW = [range(first, first + 50) for first in range(1000, 2000, 50)]
 def find(table, cluster, rows, constraints=None, **options):
     """The decision, or None where nothing fits."""
     try:
-        return search(table, cluster, constraints, rows=rows, schedules=BOTH, simulate=simulate, **options)
+        options = {"menu": Menu(schedules=BOTH), **options}
+        return search(table, cluster, constraints, rows=rows, simulate=simulate, **options)
     except PlanError as error:
         if "no plan fits" not in str(error):
             raise
@@ -51,6 +54,34 @@ def test_the_plan_equals_brute_force_and_the_bound_does_not_exceed_it(seeds):
 def test_larger_plans_equal_brute_force_and_the_bound_does_not_exceed_it(seeds):
     for seed in seeds:
         assert_optimal(seed, most_blocks=5, most_devices=4)
+
+
+def test_plans_with_sharded_and_offloaded_state_equal_brute_force():
+    few = (Remat.SAVE_ALL, Remat.RECOMPUTE)
+    used = set()
+    for seed in range(500, 560):
+        table, cluster, rows = random_problem(seed, most_blocks=3, most_devices=3)
+        menu = Menu(schedules=BOTH, shardings=tuple(Sharding))
+        decision = find(table, cluster, rows, menu=menu)
+        least = best_step(table, cluster, rows, shardings=tuple(Sharding))
+        if decision is None:
+            assert math.isinf(least), f"seed {seed}: a plan of {least} s was missed"
+            decision = find(table, cluster, rows, menu=replace(menu, offloads=(False, True)))
+            least = best_step(
+                table, cluster, rows, remats=few, shardings=tuple(Sharding), offloads=(False, True)
+            )
+            if decision is None:
+                assert math.isinf(least), f"seed {seed}: a plan of {least} s was missed"
+                continue
+            assert decision.step_s <= least * (1 + 1e-9), f"seed {seed}"
+            assert any(stage.offload for stage in decision.stages)
+        else:
+            assert decision.is_optimal
+            assert decision.step_s == pytest.approx(least, rel=1e-9), f"seed {seed}"
+        assert decision.bound_s <= decision.step_s * (1 + 1e-9)
+        check_decision(decision, table, cluster, Constraints(), rows=rows)
+        used |= {(stage.sharding, stage.offload) for stage in decision.stages if stage.num_replicas > 1}
+    assert {Sharding.ZERO1, Sharding.ZERO2} <= {sharding for sharding, _ in used}
 
 
 def test_plans_under_constraints_equal_brute_force_under_the_same():

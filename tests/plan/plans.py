@@ -87,6 +87,7 @@ _devices = st.builds(
     bytes_per_s=_positive,
     launch_s=_seconds,
     dispatch_s=_seconds,
+    host_bytes_per_s=_positive,
 )
 _groups = st.builds(
     DeviceGroup,
@@ -104,24 +105,37 @@ _clusters = st.builds(
 
 
 @st.composite
+def _places(draw: st.DrawFn, num_devices: int, num_stages: int) -> list[tuple[int, ...]]:
+    """Devices by stage: each has its own, or all share some."""
+    devices = draw(st.permutations(range(num_devices)))
+    if num_devices < num_stages or draw(st.booleans()):
+        return [tuple(devices[: draw(st.integers(min_value=1, max_value=num_devices))])] * num_stages
+    each = draw(st.integers(min_value=1, max_value=num_devices // num_stages))
+    return [tuple(devices[each * index : each * (index + 1)]) for index in range(num_stages)]
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan whose parts agree."""
     cluster = draw(_clusters)
     num_stages = draw(st.integers(min_value=1, max_value=3))
     rows = draw(st.integers(min_value=1, max_value=64))
-    device = st.integers(min_value=0, max_value=cluster.num_devices - 1)
+    places = draw(_places(cluster.num_devices, num_stages))
     stages = []
     num_blocks = 0
-    for _ in range(num_stages):
+    for index in range(num_stages):
         own = draw(st.integers(min_value=0, max_value=2))
         stages.append(
             Stage(
                 blocks=tuple(range(num_blocks, num_blocks + own)),
-                devices=tuple(draw(st.lists(device, min_size=1, max_size=3, unique=True))),
+                devices=places[index],
                 remat=draw(st.sampled_from(Remat)),
                 sharding=draw(st.sampled_from(Sharding)),
+                offload=draw(st.booleans()),
                 forward_s=draw(_seconds),
                 backward_s=draw(_seconds),
+                weight_s=draw(_seconds),
+                tail_s=draw(_seconds),
                 memory_bytes=draw(st.dictionaries(_text, _bytes, max_size=2)),
             )
         )

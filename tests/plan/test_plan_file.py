@@ -112,6 +112,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one() -> None:
         (("stages", 1, "devices"), [1, 4], "stages[1].devices: got 4, expected an index below 4"),
         (("stages", 1, "devices"), [1, 1], "stages[1].devices: got [1, 1], expected each device once"),
         (("stages", 1, "devices"), [], "stages[1].devices: got none"),
+        (("stages", 1, "devices"), [0, 1], "stages[1].devices: shares device 0 with stages[0], expected all"),
         (("stages", 0, "remat"), "save_mat", 'stages[0].remat: got "save_mat", expected one of "save_all"'),
         (("stages", 0, "memory_bytes"), {"parameters": -1}, "stages[0].memory_bytes.parameters: got -1"),
         (("crossings", 0, "targets"), [0], "crossings[0].targets: got [0], expected stages after its source"),
@@ -120,7 +121,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one() -> None:
         (("runners_up", 0, "step_s"), -2, "runners_up[0].step_s: got -2"),
         (("cluster", "groups", 0, "device", "memory_bytes"), 0, "device kind 'cpu' is not usable"),
         (("step_s",), 10**400, "step_s: got "),
-        (("version",), 2, "version: got 2, this release reads version 1"),
+        (("version",), 3, "version: got 3, this release reads version 2"),
     ],
 )  # fmt: skip
 def test_a_plan_that_contradicts_itself_is_refused(keys: Keys, value: Any, expected: str) -> None:

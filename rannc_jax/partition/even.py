@@ -1,0 +1,137 @@
+"""Plans that are not built stage by stage: even cuts, several chunks a rank, a backward in two halves.
+
+Even cuts part the blocks into ranks x chunks runs of about equal time, the ranks with equal numbers of
+replicas; they are what interleaved schedules run, and good company for the chains of the fast search. What a
+split backward keeps in flight depends on the whole plan, so zero-bubble plans are the best plans with whole
+backwards, run by another schedule.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator
+from rannc_jax.partition.constraints import NamedSchedule
+from rannc_jax.partition.order import orders
+from rannc_jax.partition.space import replica_counts
+from rannc_jax.partition.stage import Placement, StageModel
+
+MOST_EVEN = 16
+"""Even cuts that are priced on the clock, with one chunk a rank, and with several."""
+MOST_SPLIT = 12
+"""Plans that are tried with a split backward."""
+
+
+def even_cuts(evaluator: Evaluator) -> Iterator[Candidate]:
+    """The most promising even cuts, by an estimate of their steps."""
+    whole = [schedule for schedule in evaluator.space.schedules if not schedule.splits_backward]
+    for several in (False, True):
+        schedules = [schedule for schedule in whole if (schedule.num_chunks > 1) is several]
+        found = [cut for schedule in schedules for cut in _cuts(evaluator, schedule)]
+        found.sort(key=lambda cut: (cut.step_s, cut.num_stages, cut.num_microbatches))
+        for cut in found[:MOST_EVEN]:
+            yield cut.candidate(evaluator.model)
+
+
+def split_backwards(evaluator: Evaluator, whole: Sequence[Evaluation]) -> Iterator[Candidate]:
+    """Plans with whole backwards and one chunk a rank, best first, run by schedules that split them."""
+    plans = dict.fromkeys(
+        (found.candidate.num_microbatches, found.candidate.placements)
+        for found in whole
+        if found.candidate.schedule.num_chunks == 1
+    )
+    for schedule in evaluator.space.schedules:
+        if schedule.splits_backward:
+            for m, placements in itertools.islice(plans, MOST_SPLIT):
+                if schedule.runs(len(placements), m):
+                    yield Candidate(schedule, m, placements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A plan before it is priced."""
+
+    step_s: float
+    schedule: NamedSchedule
+    num_microbatches: int
+    num_replicas: int
+    num_stages: int
+    order: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def candidate(self, model: StageModel) -> Candidate:
+        ranks = self.num_stages // self.schedule.num_chunks
+        runs = itertools.pairwise((0, *self.ends))
+        placements = tuple(
+            Placement(
+                tuple(sorted(self.order[begin:end])), stage % ranks * self.num_replicas, self.num_replicas
+            )
+            for stage, (begin, end) in enumerate(runs)
+        )
+        return Candidate(self.schedule, self.num_microbatches, placements)
+
+
+def _cuts(evaluator: Evaluator, schedule: NamedSchedule) -> Iterator[_Cut]:
+    """For every number of ranks, microbatches and replicas the cut into runs of about equal time."""
+    model, space, chunks = evaluator.model, evaluator.space, schedule.num_chunks
+    order = tuple(range(model.num_blocks)) if space.boundaries else orders(model.num_blocks, model.values)[0]
+    most = min(model.num_devices, model.num_blocks // chunks)
+    for ranks, m in itertools.product(range(1 if chunks == 1 else 2, most + 1), space.num_microbatches):
+        num_stages = ranks * chunks
+        if space.num_stages not in (None, num_stages) or not schedule.runs(num_stages, m):
+            continue
+        for replicas in _replicas(evaluator, ranks, m):
+            seconds = _seconds(model, order, model.rows // m // replicas, trains=schedule.has_backward)
+            ends = _even(seconds, num_stages) if space.boundaries is None else space.boundaries[1:]
+            if len(ends) == num_stages:
+                sums = np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]])
+                busiest_s = float(sums.reshape(chunks, ranks).sum(axis=0).max())
+                yield _Cut(
+                    step_s=m * busiest_s + (ranks - 1) * float(sums.max()),
+                    schedule=schedule,
+                    num_microbatches=m,
+                    num_replicas=replicas,
+                    num_stages=num_stages,
+                    order=order,
+                    ends=tuple(ends),
+                )
+
+
+def _replicas(evaluator: Evaluator, ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    """The most replicas that every rank may have, or the fixed number."""
+    model, space = evaluator.model, evaluator.space
+    fixed = {space.constraints.replicas_of(stage) for stage in range(space.num_stages or 1)}
+    if len(fixed) > 1:
+        return ()
+    counts = replica_counts(model, model.rows // num_microbatches, fixed.pop())
+    return tuple(r for r in counts if r * ranks <= model.num_devices)[-1:]
+
+
+def _seconds(model: StageModel, order: Sequence[int], rows: int, *, trains: bool) -> NDArray[np.float64]:
+    """Forward and cheapest backward of every block on the slowest kind of device."""
+    kinds = range(len(model.kinds))
+    prices = [[model.block_price(block, rows, kind) for kind in kinds] for block in order]
+    return np.array(
+        [max(p.forward_s + (min(p.backward_s.values()) if trains else 0.0) for p in each) for each in prices]
+    )
+
+
+def _even(seconds: NDArray[np.float64], parts: int) -> tuple[int, ...]:
+    """Ends of `parts` runs whose longest is as short as can be; O(parts x blocks^2)."""
+    count = len(seconds)
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
+    is_run = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
+    longest = np.where(is_run, total[None, :] - total[:, None], np.inf)
+    best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    choices = []
+    for _ in range(parts):
+        found = np.maximum(best[:, None], longest)
+        choices.append(found.argmin(axis=0))
+        best = found.min(axis=0)
+    ends = [count]
+    for choice in reversed(choices[1:]):
+        ends.append(int(choice[ends[-1]]))
+    return tuple(reversed(ends))
