@@ -156,10 +156,10 @@ def rules() -> dict[Any, Rule]:
     """Every operator that autocast on GPUs treats otherwise than leaving it alone, or the host does."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
     found: dict[Any, Rule] = {}
-    for name in registered("AutocastCUDA"):
+    for name in filter(_is_torchs, registered("AutocastCUDA")):
         base = name.removeprefix("aten::").split(".")[0]
         found[_overload(name)] = rule_of_name(base)
-    for name in registered("AutocastCPU"):
+    for name in filter(_is_torchs, registered("AutocastCPU")):
         if name.removeprefix("aten::").split(".")[0] in _ALONE:
             found[_overload(name)] = Rule.ALONE
     found |= {_overload(name): rule for name, rule in _WHOLE.items()}
@@ -169,6 +169,11 @@ def rules() -> dict[Any, Rule]:
 def rule_of_name(base: str) -> Rule:
     """The rule of an operator that has one on GPUs, by its name without namespace and overload."""
     return Rule.LOWER if base in _LOWER else Rule.WIDEST if base in _WIDEST else Rule.FLOAT32
+
+
+def _is_torchs(name: str) -> bool:
+    """Other libraries (torchvision) register operators of their own, with rules of their own."""
+    return name.startswith("aten::")
 
 
 def _overload(name: str) -> Any:

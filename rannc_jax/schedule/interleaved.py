@@ -64,12 +64,7 @@ def _rank_actions(chunks: int, rank: int, ranks: int, num_microbatches: int) -> 
         for microbatch in range(first, first + ranks)
     ]
     total = len(forwards)
-    ahead = (
-        total
-        if num_microbatches == ranks and chunks > 1
-        else (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-    )
-    ahead = min(ahead, total)
+    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1, total)
     actions = [Action(stage, Kind.FORWARD, microbatch) for stage, microbatch in forwards[:ahead]]
     for turn, (stage, microbatch) in enumerate(backwards):
         actions.append(Action(stage, Kind.BACKWARD, microbatch))

@@ -332,7 +332,7 @@ def test_a_step_leaves_nothing_behind():
 
 
 def test_parameters_lie_on_their_stages_only():
-    step, state = train(loss_fn, layers(), rows(8), replicas=(2, 1), optimizer=optax.adam(1e-2))
+    step, state = train(loss_fn, layers(), rows(8), replicas=(2, 1), cuts=(2,), optimizer=optax.adam(1e-2))
     devices = [leaf.devices() for leaf in jax.tree.leaves(state.params)]
     assert {len(d) for d in devices} == {1, 2}
     for tree in (state.opt_state[0].mu, state.opt_state[0].nu):
