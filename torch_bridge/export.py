@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torch_bridge.attributes import recomputes_attributes, unchanged, watched_attributes
+from torch_bridge.bounded import bound_shapes
 from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks
 from torch_bridge.decompose import drop_checks, open_unlowered
 from torch_bridge.errors import BridgeError
@@ -154,6 +155,7 @@ def export(
                 )
                 make_regions_explicit(program.graph_module)
                 drop_checks(program.graph_module)
+                bound_shapes(program)
                 # Checks of the example's memory layout, which torch cannot run where an input is a view.
                 conditions, program._guards_code = getattr(program, "_guards_code", []), []
                 program = program.run_decompositions({})

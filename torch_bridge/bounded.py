@@ -1,0 +1,223 @@
+"""Tensors whose sizes depend on values (`x[mask]`, nonzero), in room for the most rows there can be.
+
+XLA fixes all shapes when it compiles. Such a tensor is therefore as long as the mask has elements: its
+rows first, in torch's order, then rows that repeat the first. How many count is a value of its own, and
+whatever looks along the rows looks at those alone: a mean divides by their number, a loss or a scatter
+leaves the others out. `bounded_rules` says how each operator keeps to that; an operator without a rule,
+and a module that returns such a tensor, are refused.
+
+This happens to the graph of torch.export before anything is decomposed, where sums, losses and layers
+are still whole.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from torch_bridge.explain import unknown_shape
+
+aten = torch.ops.aten
+Size = Any  # an int, or a sympy expression in symbols that stand for numbers of rows
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def bound_shapes(program: torch.export.ExportedProgram) -> None:
+    """Rewrite the graph so that every shape in it is fixed.
+
+    Raises:
+        BridgeError: for the first operator that has no rule, with the user's source line.
+    """
+    graph = program.graph
+    for node in reversed(graph.nodes):  # comparisons of sizes that nobody asks for
+        if isinstance(node.meta.get("val"), _SYMBOLIC) and not node.users:
+            graph.erase_node(node)
+    if any(free_unbacked_symbols(_shapes(node.meta.get("val"))) for node in graph.nodes):
+        Bounded(graph).run()
+        program.graph_module.recompile()
+
+
+class Bounded:
+    """The rewriting of one graph; rules call it to put operators in front of the current one.
+
+    Attributes:
+        sizes: of every tensor in such room, the shape that torch sees.
+        counts: symbol -> node of the number of rows, an integer tensor without dims.
+        rooms: symbol -> the most rows there can be.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.graph = graph
+        self.sizes: dict[Node, tuple[Size, ...]] = {}
+        self.counts: dict[Any, Node] = {}
+        self.rooms: dict[Any, int] = {}
+        self.current: Node = next(iter(graph.nodes))
+        values = (v for n in graph.nodes for v in pytree.tree_leaves(n.meta.get("val")))
+        self.mode = next(v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor))
+
+    def run(self) -> None:
+        for node in self.graph.nodes:  # fx steps over what is erased meanwhile
+            self.current = node
+            if node.op == "output" and any(n in self.sizes for n in node.all_input_nodes):
+                opened = next(n for n in node.all_input_nodes if n in self.sizes)
+                raise unknown_shape(opened, "it is returned")
+            if node.op == "call_function" and self._concerned(node):
+                with self.graph.inserting_before(node):
+                    self._rewrite(node)
+
+    def _concerned(self, node: Node) -> bool:
+        inputs = any(n in self.sizes or n in self.counts.values() for n in node.all_input_nodes)
+        symbolic = isinstance(node.meta.get("val"), _SYMBOLIC) or any(
+            isinstance(n.meta.get("val"), _SYMBOLIC) for n in node.all_input_nodes
+        )
+        return inputs or symbolic or bool(free_unbacked_symbols(_shapes(node.meta.get("val"))))
+
+    def _rewrite(self, node: Node) -> None:
+        from torch_bridge.bounded_rules import rule
+
+        sizes = pytree.tree_map(self.shape_seen, node.meta.get("val"))
+        found = rule(node)
+        if found is None:
+            raise unknown_shape(node)
+        result = found(self, node)
+        if result is None:
+            return
+        if result is node:
+            node.meta["val"] = self.value(node.target, node.args, node.kwargs)
+        if isinstance(result, tuple):
+            self._unpack(node, result)
+            return
+        if isinstance(sizes, tuple) and _is_open(sizes):
+            self.sizes[result] = sizes
+        if result is not node:
+            node.replace_all_uses_with(result)
+            self.graph.erase_node(node)
+
+    def _unpack(self, node: Node, results: tuple[Node, ...]) -> None:
+        """Put each of several results in the place of the `getitem` that took it."""
+        for user in list(node.users):
+            assert user.target is operator.getitem, "several results are taken one by one"
+            sizes = self.shape_seen(user.meta["val"])
+            result = results[user.args[1]]  # type: ignore[index]
+            if _is_open(sizes):
+                self.sizes[result] = sizes
+            user.replace_all_uses_with(result)
+            self.graph.erase_node(user)
+        self.graph.erase_node(node)
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new operator in front of the current one, as if from the same line of the user's."""
+        node = self.graph.call_function(target, args, kwargs)
+        kept = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
+        node.meta = {key: self.current.meta[key] for key in kept if key in self.current.meta}
+        node.meta["val"] = self.value(target, args, kwargs)
+        return node
+
+    def value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What an operator gives, without data."""
+        args, kwargs = pytree.tree_map(_value, (tuple(args), dict(kwargs)))
+        with self.mode, torch.no_grad():
+            return target(*args, **kwargs)
+
+    def shape_seen(self, value: Any) -> Any:
+        """Shape of a tensor, with expressions for sizes that depend on values."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        return _Shape(s.node.expr if isinstance(s, torch.SymInt) else int(s) for s in value.shape)
+
+    def seen(self, node: Node) -> tuple[Size, ...]:
+        """The shape that torch sees, of any tensor."""
+        return self.sizes.get(node) or tuple(node.meta["val"].shape)
+
+    def open_dims(self, node: Any) -> tuple[int, ...]:
+        """Dims with rows that do not count."""
+        sizes = self.sizes.get(node, ()) if isinstance(node, Node) else ()
+        return tuple(dim for dim, size in enumerate(sizes) if not _is_fixed(size))
+
+    def room(self, size: Size) -> int:
+        """The most that a size can be."""
+        if _is_fixed(size):
+            return int(size)
+        known = sympy.sympify(size).subs(self.rooms)
+        if not known.is_Integer:
+            raise unknown_shape(self.current)
+        return int(known)
+
+    def number(self, size: Size) -> Any:
+        """What a size is: an int, or a node; sizes on a line in one number of rows are known."""
+        if _is_fixed(size):
+            return int(size)
+        (symbol, *others) = sympy.sympify(size).free_symbols
+        scale = sympy.diff(size, symbol)
+        if others or symbol not in self.counts or not scale.is_Integer:
+            raise unknown_shape(self.current)
+        scaled = self.emit(aten.mul.Tensor, self.counts[symbol], int(scale))
+        return self.emit(aten.add.Tensor, scaled, int(sympy.simplify(size - scale * symbol)))
+
+    def bind(self, size: Size, room: int, count: Node) -> None:
+        """Say how many rows a new symbol stands for."""
+        if isinstance(size, sympy.Symbol):
+            self.counts[size], self.rooms[size] = count, room
+        elif not _is_fixed(size):
+            raise unknown_shape(self.current)
+
+    def counted(self, node: Node, dim: int) -> Node:
+        """Which rows of a dim count, with as many dims as the tensor so that it broadcasts."""
+        sizes = self.seen(node)
+        device = node.meta["val"].device
+        places = self.emit(aten.arange.default, self.room(sizes[dim]), device=device, pin_memory=False)
+        count = self.emit(aten.lt.Tensor, places, self.number(sizes[dim]))
+        shape = [1] * len(sizes)
+        shape[dim] = self.room(sizes[dim])
+        return self.emit(aten.reshape.default, count, shape)
+
+    def filled(self, node: Node, fill: float, dims: Any = None) -> Node:
+        """A tensor with `fill` (infinite: the dtype's own) wherever a row does not count."""
+        if node not in self.sizes:
+            return node
+        sizes, dtype = self.sizes[node], node.meta["val"].dtype
+        for dim in self.open_dims(node):
+            if dims is None or dim in dims:
+                other = _finite(fill, dtype)
+                new = self.emit(aten.where.ScalarOther, self.counted(node, dim), node, other)
+                self.sizes[new] = sizes
+                node = new
+        return node
+
+
+class _Shape(tuple[Size, ...]):
+    """A shape that pytrees leave whole."""
+
+    __slots__ = ()
+
+
+def _finite(fill: float, dtype: torch.dtype) -> float | bool:
+    if dtype == torch.bool:
+        return fill > 0
+    if dtype.is_floating_point or dtype.is_complex:
+        return fill
+    info = torch.iinfo(dtype)
+    return int(fill) if math.isfinite(fill) else info.max if fill > 0 else info.min
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.meta["val"] if isinstance(leaf, Node) else leaf
+
+
+def _shapes(value: Any) -> list[Any]:
+    return [size for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor) for size in x.shape]
+
+
+def _is_fixed(size: Size) -> bool:
+    return isinstance(size, int) or (isinstance(size, sympy.Expr) and bool(size.is_Integer))
+
+
+def _is_open(sizes: Any) -> bool:
+    return isinstance(sizes, _Shape) and not all(map(_is_fixed, sizes))
+
