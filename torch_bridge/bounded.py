@@ -111,7 +111,7 @@ class Bounded:
             self.graph.erase_node(user)
         self.graph.erase_node(node)
 
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def emit(self, target: Any, /, *args: Any, **kwargs: Any) -> Node:
         """A new operator in front of the current one, as if from the same line of the user's."""
         node = self.graph.call_function(target, args, kwargs)
         kept = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")

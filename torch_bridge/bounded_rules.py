@@ -449,8 +449,9 @@ def _loss(bounded: Bounded, node: Node) -> Any:
     if reduction == 0:
         return node
     largest = max(node.all_input_nodes, key=lambda n: n.meta["val"].ndim)
-    given = {key: value for key, value in named.items() if key != "reduction"}
-    losses = bounded.emit(node.target, **given, reduction=0)
+    x, target, *_ = node.args
+    given = {key: value for key, value in named.items() if key not in ("self", "target", "reduction")}
+    losses = bounded.emit(node.target, x, target, **given, reduction=0)
     bounded.sizes[losses] = bounded.sizes[largest]
     dims = tuple(range(largest.meta["val"].ndim))
     if reduction == 1:
