@@ -49,6 +49,7 @@ class Bounded:
     Attributes:
         sizes: of every tensor in such room, the shape that torch sees.
         counts: symbol -> node of the number of rows, an integer tensor without dims.
+        numbers: nodes that were numbers for torch and are such tensors now.
         rooms: symbol -> the most rows there can be.
     """
 
@@ -56,6 +57,7 @@ class Bounded:
         self.graph = graph
         self.sizes: dict[Node, tuple[Size, ...]] = {}
         self.counts: dict[Any, Node] = {}
+        self.numbers: set[Node] = set()
         self.rooms: dict[Any, int] = {}
         self.current: Node = next(iter(graph.nodes))
         values = (v for n in graph.nodes for v in pytree.tree_leaves(n.meta.get("val")))
@@ -72,7 +74,7 @@ class Bounded:
                     self._rewrite(node)
 
     def _concerned(self, node: Node) -> bool:
-        inputs = any(n in self.sizes or n in self.counts.values() for n in node.all_input_nodes)
+        inputs = any(n in self.sizes or n in self.numbers for n in node.all_input_nodes)
         symbolic = isinstance(node.meta.get("val"), _SYMBOLIC) or any(
             isinstance(n.meta.get("val"), _SYMBOLIC) for n in node.all_input_nodes
         )
@@ -81,7 +83,8 @@ class Bounded:
     def _rewrite(self, node: Node) -> None:
         from torch_bridge.bounded_rules import rule
 
-        sizes = pytree.tree_map(self.shape_seen, node.meta.get("val"))
+        seen = node.meta.get("val")
+        sizes = pytree.tree_map(self.shape_seen, seen)
         found = rule(node)
         if found is None:
             raise unknown_shape(node)
@@ -93,8 +96,10 @@ class Bounded:
         if isinstance(result, tuple):
             self._unpack(node, result)
             return
-        if isinstance(sizes, tuple) and _is_open(sizes):
+        if _is_open(sizes):
             self.sizes[result] = sizes
+        if isinstance(seen, _SYMBOLIC) and isinstance(result, Node):
+            self.numbers.add(result)
         if result is not node:
             node.replace_all_uses_with(result)
             self.graph.erase_node(node)
@@ -157,8 +162,10 @@ class Bounded:
         scale = sympy.diff(size, symbol)
         if others or symbol not in self.counts or not scale.is_Integer:
             raise unknown_shape(self.current)
-        scaled = self.emit(aten.mul.Tensor, self.counts[symbol], int(scale))
-        return self.emit(aten.add.Tensor, scaled, int(sympy.simplify(size - scale * symbol)))
+        offset = int(sympy.simplify(size - scale * symbol))
+        found = self.counts[symbol]
+        found = found if scale == 1 else self.emit(aten.mul.Tensor, found, int(scale))
+        return found if offset == 0 else self.emit(aten.add.Tensor, found, offset)
 
     def bind(self, size: Size, room: int, count: Node) -> None:
         """Say how many rows a new symbol stands for."""
@@ -220,4 +227,3 @@ def _is_fixed(size: Size) -> bool:
 
 def _is_open(sizes: Any) -> bool:
     return isinstance(sizes, _Shape) and not all(map(_is_fixed, sizes))
-

@@ -161,7 +161,7 @@ def _nonzero(bounded: Bounded, node: Node) -> Any:
 
 @_for("masked_select")
 def _masked_select(bounded: Bounded, node: Node) -> Any:
-    x, mask = bounded.emit(aten.mul.Tensor, *node.args), node.args[1]
+    x = bounded.emit(aten.mul.Tensor, *node.args)
     shape = x.meta["val"].shape
     if any(n in bounded.sizes for n in node.args):
         raise unknown_shape(node)
@@ -223,7 +223,9 @@ def _expand(bounded: Bounded, node: Node) -> Any:
 @_for("full", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty")
 def _made(bounded: Bounded, node: Node) -> Any:
     if isinstance(fill := _named(node).get("fill_value"), Node):
-        empty = bounded.emit(aten.new_empty.default, fill, _sizes(bounded, node), dtype=node.meta["val"].dtype)
+        empty = bounded.emit(
+            aten.new_empty.default, fill, _sizes(bounded, node), dtype=node.meta["val"].dtype
+        )
         return bounded.emit(aten.copy.default, empty, fill)
     _replace(node, "size", _sizes(bounded, node))
     return node
@@ -242,7 +244,9 @@ def _arange(bounded: Bounded, node: Node) -> Any:
     size = bounded.shape_seen(value)[0]
     if named.get("start", 0) != 0 or named.get("step", 1) != 1 or not isinstance(end, Node):
         raise unknown_shape(node)
-    rows = bounded.emit(aten.arange.default, bounded.room(size), dtype=value.dtype, device=value.device, pin_memory=False)
+    rows = bounded.emit(
+        aten.arange.default, bounded.room(size), dtype=value.dtype, device=value.device, pin_memory=False
+    )
     last = bounded.emit(aten.clamp.default, bounded.emit(aten.sub.Tensor, end, 1), 0)
     return bounded.emit(aten.minimum.default, rows, bounded.emit(aten.to.dtype, last, value.dtype))
 
