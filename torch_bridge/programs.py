@@ -1,9 +1,9 @@
 """The exported programs of one module: one for every batch size, one more for every other shape.
 
-A program is exported at two batch sizes and merged (see `shapes`); it serves two rows and more. Where the two do not merge, or the
-second export fails, it is exported with symbolic sizes (see `dynamic`); where torch refuses that too, the
-module is exported again for each shape it meets. Other sequence lengths are always another export. Exports
-are cached by shape.
+A program is exported at two batch sizes and merged (see `shapes`); it serves two rows and more. Where the
+two do not merge, or the second export fails, it is exported with symbolic sizes (see `dynamic`); where
+torch refuses that too, the module is exported again for each shape it meets. A single row, and other
+sequence lengths, are always another export. Exports are cached by shape.
 """
 
 import contextlib

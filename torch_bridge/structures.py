@@ -63,7 +63,8 @@ class Opening:
         """An object with these parts, whatever its __init__ takes and does."""
         if issubclass(self.cls, tuple):
             return tuple.__new__(self.cls, parts)
-        made = self.cls.__new__(self.cls)
+        new: Any = self.cls.__new__
+        made = new(self.cls)
         if self.kind is Kind.SEQUENCE:
             list.extend(made, parts)
         for name, value in zip(self.names, parts, strict=self.kind is not Kind.SEQUENCE):
@@ -149,7 +150,7 @@ def take_apart(value: Any, inside: tuple[int, ...] = ()) -> tuple[list[Any], Str
 
 
 def share_with_jax(value: Any, *, any_class: bool = False) -> None:
-    """Register with JAX the classes in a value that torch knows as pytrees, and those that `opening` opens."""
+    """Register with JAX the classes in a value that torch knows as pytrees, or that `opening` opens."""
     node = torch_pytree.SUPPORTED_NODES.get(type(value))
     how = opening(value, any_class=any_class)
     children: Sequence[Any] = ()
@@ -186,7 +187,7 @@ def refuse_hidden_tensors(path: str, value: Any) -> None:
 
 
 def _register_opening(cls: type, any_class: bool) -> None:
-    """Parts that no array stands for (names, flags) belong to the structure, so that a jitted call returns them."""
+    """Parts that no array stands for (names, classes) belong to the structure: a jitted call returns them."""
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], _Context]:
         how = opening(value, any_class=any_class)

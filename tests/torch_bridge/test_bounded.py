@@ -27,6 +27,21 @@ def _index_of_none(x: Any) -> Any:
     return x[torch.zeros_like(x, dtype=torch.bool)]
 
 
+def _entropy(p: Any) -> Any:
+    return (p * p.log()).sum(0)
+
+
+def _negative(logp: Any) -> Any:
+    return (logp.exp() * logp).sum(0)
+
+
+def _accuracy(x: Any, y: Any, ids: Any) -> Any:
+    keep = ids > 0
+    with torch.no_grad():
+        right = (x[keep].argmax(-1) == ids[keep]).float().mean() + y[keep].sum()
+    return right * x[keep].sum() + (x[keep] * 2).masked_fill_(y[keep] > 0, 0.5).sum()
+
+
 REDUCED: dict[str, Case] = {
     "sum": lambda x, y, ids: x[ids > 0].sum(),
     "mean": lambda x, y, ids: x[x > 0].mean(),
@@ -44,7 +59,8 @@ REDUCED: dict[str, Case] = {
     "norm": lambda x, y, ids: x[ids > 0].norm() + torch.linalg.vector_norm(y[ids > 0], dim=0).sum(),
     "softmax": lambda x, y, ids: (x[ids > 0].softmax(0) * y[ids > 0]).sum(0),
     "logarithms": lambda x, y, ids: x[x > 0].log().sum() + x[x > 0].sqrt().mean(),
-    "three best": lambda x, y, ids: x[ids > 0, 0].topk(3).values + x[ids > 0, 1].sort().values[0],
+    "entropy": lambda x, y, ids: [_entropy(x[ids > 0].softmax(0)), _negative(x[ids > 0].log_softmax(0))],
+    "three best": lambda x, y, ids: x[ids > 0, 0].topk(3).values + x[ids > 0].sort(-1).values.mean(),
     "running sum": lambda x, y, ids: x[ids > 0].cumsum(0).square().mean(),
     "masked_select": lambda x, y, ids: x.masked_select((ids > 0)[..., None]).square().mean(),
 }
@@ -83,6 +99,7 @@ LOSSES: dict[str, Case] = {
     ),
     "nll": lambda x, y, ids: F.nll_loss(x.log_softmax(-1)[ids > 0], ids[ids > 0]),
     "of places": _elementwise,
+    "under no_grad": _accuracy,
     "none reduced": lambda x, y, ids: F.mse_loss(x, y, reduction="none")[x > 0].mean(),
 }
 
@@ -159,6 +176,11 @@ REFUSED: dict[str, Case] = {
     "cut": lambda x, y, ids: x[ids > 0][1:].sum(),
     "turned round": lambda x, y, ids: x[ids > 0].flip(0).cumsum(0).sum(),
     "joined": lambda x, y, ids: torch.cat([x[ids > 0], y[ids > 1]]).std(),
+    "its keys": lambda x, y, ids: F.scaled_dot_product_attention(
+        y[0][None], x[ids > 0][None], x[ids > 0][None]
+    ),
+    "its classes": lambda x, y, ids: F.cross_entropy(x[ids > 0][:, 0], torch.tensor(0)),
+    "in order": lambda x, y, ids: x[ids > 0].sort(0).values.cumsum(0).mean(),
     "no room known": lambda x, y, ids: torch.bincount(ids.flatten()).float().mean(),
 }
 

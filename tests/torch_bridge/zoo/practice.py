@@ -117,18 +117,6 @@ def _generalised_overlap(a: Any, b: Any) -> Any:
     return shared / union - (hull - union) / hull
 
 
-def _graph_batch(rows: int) -> tuple[torch.Tensor, ...]:
-    return normal(7, 8), integers(7, 2, 12), integers(rows, 7)
-
-
-def _attention_graph_batch(rows: int) -> dict[str, Any]:
-    return {
-        "x": normal(rows * 4, 8),
-        "edges": integers(rows * 4, 2, 20),
-        "graph": torch.arange(4 * rows) // 4,
-    }
-
-
 @network(lambda rows: (normal(rows, 6, 8), integers(6, rows, 2, 10)), name="graph attention")
 class GraphAttention(nn.Module):
     """Weights of edges by a softmax over those that meet: exponentials, scatter_add, scatter_reduce."""
@@ -387,7 +375,7 @@ class _Adapter(nn.Module):
 
 @network(vectors, name="adapters", drops=True)
 class Adapters(nn.Module):
-    """Low-rank changes beside layers and in weights, an old-style weight norm, a forward hook, an orthogonal map."""
+    """Low-rank changes beside layers and in weights, old-style weight norm, hooks, an orthogonal map."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

@@ -1,18 +1,7 @@
-"""Tensors whose sizes depend on values (`x[mask]`, nonzero), in room for the most rows there can be.
-
-XLA fixes all shapes when it compiles. Such a tensor is therefore as long as the mask has elements: its
-rows first, in torch's order, then rows that repeat the first. How many count is a value of its own, and
-whatever looks along the rows looks at those alone: a mean divides by their number, a loss or a scatter
-leaves the others out. `bounded_rules` says how each operator keeps to that; an operator without a rule,
-and a module that returns such a tensor, are refused.
-
-This happens to the graph of torch.export before anything is decomposed, where sums, losses and layers
-are still whole.
-"""
+"""The rewriting of a graph so that every shape in it is fixed: what the rules of operators work with."""
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -21,26 +10,12 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from torch_bridge.bounded.registry import rule
 from torch_bridge.explain import unknown_shape
 
 aten = torch.ops.aten
 Size = Any  # an int, or a sympy expression in symbols that stand for numbers of rows
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def bound_shapes(program: torch.export.ExportedProgram) -> None:
-    """Rewrite the graph so that every shape in it is fixed.
-
-    Raises:
-        BridgeError: for the first operator that has no rule, with the user's source line.
-    """
-    graph = program.graph
-    for node in reversed(graph.nodes):  # comparisons of sizes that nobody asks for
-        if isinstance(node.meta.get("val"), _SYMBOLIC) and not node.users:
-            graph.erase_node(node)
-    if any(free_unbacked_symbols(_shapes(node.meta.get("val"))) for node in graph.nodes):
-        Bounded(graph).run()
-        program.graph_module.recompile()
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Bounded:
@@ -75,14 +50,9 @@ class Bounded:
 
     def _concerned(self, node: Node) -> bool:
         inputs = any(n in self.sizes or n in self.numbers for n in node.all_input_nodes)
-        symbolic = isinstance(node.meta.get("val"), _SYMBOLIC) or any(
-            isinstance(n.meta.get("val"), _SYMBOLIC) for n in node.all_input_nodes
-        )
-        return inputs or symbolic or bool(free_unbacked_symbols(_shapes(node.meta.get("val"))))
+        return inputs or bool(free_unbacked_symbols(shapes(node.meta.get("val"))))
 
     def _rewrite(self, node: Node) -> None:
-        from torch_bridge.bounded_rules import rule
-
         seen = node.meta.get("val")
         sizes = pytree.tree_map(self.shape_seen, seen)
         found = rule(node)
@@ -96,13 +66,20 @@ class Bounded:
         if isinstance(result, tuple):
             self._unpack(node, result)
             return
+        if isinstance(sizes, _Shape):
+            self._check(result, sizes)
         if _is_open(sizes):
             self.sizes[result] = sizes
-        if isinstance(seen, _SYMBOLIC) and isinstance(result, Node):
+        if isinstance(seen, SYMBOLIC) and isinstance(result, Node):
             self.numbers.add(result)
         if result is not node:
             node.replace_all_uses_with(result)
             self.graph.erase_node(node)
+
+    def _check(self, result: Node, sizes: tuple[Size, ...]) -> None:
+        """See that a result has the room that torch's shape asks for: a rule may not suit the arguments."""
+        if tuple(result.meta["val"].shape) != tuple(self.room(size) for size in sizes):
+            raise unknown_shape(self.current)
 
     def _unpack(self, node: Node, results: tuple[Node, ...]) -> None:
         """Put each of several results in the place of the `getitem` that took it."""
@@ -124,7 +101,7 @@ class Bounded:
         node.meta["val"] = self.value(target, args, kwargs)
         return node
 
-    def value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives, without data."""
         args, kwargs = pytree.tree_map(_value, (tuple(args), dict(kwargs)))
         with self.mode, torch.no_grad():
@@ -184,6 +161,15 @@ class Bounded:
         shape[dim] = self.room(sizes[dim])
         return self.emit(aten.reshape.default, count, shape)
 
+    def settled(self, node: Node, dims: tuple[int, ...]) -> Node:
+        """A tensor whose rows that do not count repeat the first again: they stay finite where it is."""
+        sizes = self.sizes[node]
+        for dim in set(dims) & set(self.open_dims(node)):
+            first = self.emit(aten.slice.Tensor, node, dim, 0, 1)
+            node = self.emit(aten.where.self, self.counted(node, dim), node, first)
+            self.sizes[node] = sizes
+        return node
+
     def filled(self, node: Node, fill: float, dims: Any = None) -> Node:
         """A tensor with `fill` (infinite: the dtype's own) wherever a row does not count."""
         if node not in self.sizes:
@@ -217,7 +203,8 @@ def _value(leaf: Any) -> Any:
     return leaf.meta["val"] if isinstance(leaf, Node) else leaf
 
 
-def _shapes(value: Any) -> list[Any]:
+def shapes(value: Any) -> list[Any]:
+    """All sizes of all tensors in a value."""
     return [size for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor) for size in x.shape]
 
 
