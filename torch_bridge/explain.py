@@ -82,9 +82,14 @@ def refuse_unknown_shapes(program: torch.export.ExportedProgram) -> None:
     """
     for node in program.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and _has_open_shape(node.meta.get("val")):
-            line = source_line(node.meta.get("stack_trace"))
-            where = [f"at {line}"] if line else []
-            raise BridgeError(message(_SHAPE, *where, f"operator: {node.target}", hint=_KEEP_SHAPE))
+            raise unknown_shape(node)
+
+
+def unknown_shape(node: torch.fx.Node, *why: str) -> BridgeError:
+    """The error of an operator whose result's shape depends on values."""
+    line = source_line(node.meta.get("stack_trace"))
+    where = [f"at {line}"] if line else []
+    return BridgeError(message(_SHAPE, *where, f"operator: {node.target}", *why, hint=_KEEP_SHAPE))
 
 
 def _has_open_shape(value: Any) -> bool:

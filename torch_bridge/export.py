@@ -6,7 +6,6 @@ refused (`capture`).
 """
 
 import contextlib
-import enum
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,18 @@ from typing import Any
 import torch
 
 from torch_bridge.attributes import recomputes_attributes, unchanged, watched_attributes
+from torch_bridge.bounded import bound_shapes
 from torch_bridge.capture import WatchedForward, capturing, refuse_gradient_hooks
 from torch_bridge.decompose import drop_checks, open_unlowered
-from torch_bridge.errors import BridgeError
+from torch_bridge.errors import BridgeError, message
 from torch_bridge.explain import explained
 from torch_bridge.inputs import Inputs
 from torch_bridge.layer_drop import LayerDropOff
 from torch_bridge.precision import FullPrecision, Precision
 from torch_bridge.regions import make_regions_explicit
-from torch_bridge.structures import Structure, share_with_jax, take_apart
+from torch_bridge.structures import CONSTANTS, Structure, share_with_jax, take_apart
 
 _FULL = FullPrecision()
-_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, enum.Enum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +35,11 @@ class OutputTree:
     Args:
         structure: how its leaves are put together.
         leaves: a fixed value, or `...` where a tensor stands.
-        dropped: paths and classes of leaves that neither torch nor JAX can take apart (left out: None).
         loss: position of the scalar loss among the tensors that were returned, if there is one.
     """
 
     structure: Structure
     leaves: tuple[Any, ...]
-    dropped: tuple[str, ...]
     loss: int | None
 
 
@@ -76,9 +73,10 @@ class Exportable(torch.nn.Module):
             raise
         except Exception as error:
             raise explained(error) from error
-        share_with_jax(outputs)
         leaves, structure = take_apart(outputs)
         leaves = [_number_as_tensor(leaf) for leaf in leaves]
+        _refuse_unknown(leaves)
+        share_with_jax(outputs, any_class=True)
         flat = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = next((i for i, leaf in enumerate(flat) if leaf is loss), None)
         if loss is not None and position is None:
@@ -87,9 +85,6 @@ class Exportable(torch.nn.Module):
         self.record.returned = OutputTree(
             structure=structure,
             leaves=tuple(_leaf_record(leaf) for leaf in leaves),
-            dropped=tuple(
-                type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))
-            ),
             loss=position,
         )
         return tuple(flat)
@@ -111,9 +106,23 @@ def _number_as_tensor(leaf: Any) -> Any:
 
 
 def _leaf_record(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return ...
-    return leaf if isinstance(leaf, _CONSTANTS) else None
+    return ... if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _refuse_unknown(leaves: Sequence[Any]) -> None:
+    """See that what forward returns can be returned from a program.
+
+    Raises:
+        BridgeError: for the first object that can be neither taken apart nor kept as it is.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, *CONSTANTS)):
+            raise BridgeError(
+                message(
+                    f"forward returns a {type(leaf).__qualname__}, which is no result of a pure function.",
+                    hint="return tensors, or a class of them (dict, dataclass, NamedTuple, attributes)",
+                )
+            )
 
 
 def _loss_in(outputs: Any) -> torch.Tensor | None:
@@ -154,6 +163,7 @@ def export(
                 )
                 make_regions_explicit(program.graph_module)
                 drop_checks(program.graph_module)
+                bound_shapes(program)
                 # Checks of the example's memory layout, which torch cannot run where an input is a view.
                 conditions, program._guards_code = getattr(program, "_guards_code", []), []
                 program = program.run_decompositions({})
@@ -169,7 +179,7 @@ def export(
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """What holds while a module is followed: gradients on, forward watched, torch's news muted."""
-    with capturing(), torch.enable_grad(), _unvalidated(), warnings.catch_warnings():
+    with capturing(), torch.enable_grad(), _unvalidated(), _levels_closed(), warnings.catch_warnings():
         # torch.export deprecates parts of itself while it runs; nothing a user could change.
         warnings.simplefilter("ignore", FutureWarning)
         # Recurrent layers list their own parameters a second time, which torch puts back itself.
@@ -187,3 +197,15 @@ def _unvalidated() -> Iterator[None]:
         yield
     finally:
         distribution.set_default_validate_args(found)
+
+
+@contextlib.contextmanager
+def _levels_closed() -> Iterator[None]:
+    """torch.vmap opens and closes its levels by operators of the graph: a failed export leaves some open."""
+    functorch = torch._C._functorch
+    depth = len(functorch.get_interpreter_stack() or ())
+    try:
+        yield
+    finally:
+        while len(functorch.get_interpreter_stack() or ()) > depth:
+            functorch.pop_dynamic_layer_stack()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
+from torch._functorch import eager_transforms, predispatch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 
@@ -147,11 +147,25 @@ def _moving(args: Any, argnums: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def _fresh(x: torch.Tensor) -> torch.Tensor:
-    made = x.clone()
+    made = _mapped(x).clone()
     if not _innermost(made).requires_grad:
         with eager_transforms.enable_inplace_requires_grad(True):  # under vmap it is not
             _innermost(made).requires_grad_()
     return made
+
+
+def _mapped(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that every torch.vmap around maps: each example has a gradient of its own."""
+    of_x, inner = set(), x
+    while torch._C._functorch.is_batchedtensor(inner):
+        of_x.add(torch._C._functorch.maybe_get_level(inner))
+        inner = torch._C._functorch.get_unwrapped(inner)
+    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
+        level = interpreter.level()
+        if interpreter.key() == torch._C._functorch.TransformType.Vmap and level > max(of_x, default=0):
+            batch_size = torch._C._functorch.CVmapInterpreterPtr(interpreter).batchSize()
+            x = predispatch._add_batch_dim(x.expand(batch_size, *x.shape), 0, level)
+    return x
 
 
 def _gradients(outputs: Sequence[torch.Tensor], moving: Any, seeds: Sequence[Any] | None) -> Any:

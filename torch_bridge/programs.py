@@ -1,9 +1,9 @@
 """The exported programs of one module: one for every batch size, one more for every other shape.
 
-A program is exported at two batch sizes and merged (see `shapes`). Where the two do not merge, or the
-second export fails, it is exported with symbolic sizes (see `dynamic`); where torch refuses that too, the
-module is exported again for each shape it meets. Other sequence lengths are always another export. Exports
-are cached by shape.
+A program is exported at two batch sizes and merged (see `shapes`); it serves two rows and more. Where the
+two do not merge, or the second export fails, it is exported with symbolic sizes (see `dynamic`); where
+torch refuses that too, the module is exported again for each shape it meets. A single row, and other
+sequence lengths, are always another export. Exports are cached by shape.
 """
 
 import contextlib
@@ -58,8 +58,14 @@ class Program:
         return tuple(value for value, (where, _) in pairs if where is destination)
 
     def serves(self, rows: int) -> bool:
-        """Whether it holds at this number of rows."""
-        return rows == self.rows if not self.any_rows else self.validity is None or self.validity.at(rows)
+        """Whether it holds at this number of rows.
+
+        Code often treats a single row as a case apart (`squeeze()`, `if len(x) > 1`), and neither of two
+        merged exports has seen it: it gets an export of its own.
+        """
+        if not self.any_rows:
+            return rows == self.rows
+        return rows > 1 if self.validity is None else self.validity.at(rows)
 
     @property
     def loss(self) -> Any:

@@ -1,4 +1,4 @@
-"""Classes that hold tensors, taken apart: what torch knows as pytrees, and dataclasses.
+"""Classes that hold tensors, taken apart: what torch knows as pytrees, dataclasses, and plain results.
 
 JAX takes apart the arguments of a call and puts together its results, so such classes are registered
 with JAX when they are first met. Nothing is registered with torch.
@@ -6,6 +6,9 @@ with JAX when they are first met. Nothing is registered with torch.
 
 import contextlib
 import dataclasses
+import enum
+import functools
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +19,101 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_bridge.errors import BridgeError, message
 
+# Values that an exported program returns as they are; JAX takes the former for part of the structure.
+NAMES = (str, bytes, enum.Enum, type, types.FunctionType, range, torch.dtype, torch.device, torch.layout)
+CONSTANTS = (*NAMES, int, float, complex, type(None), torch.memory_format)
+# What is not taken apart by its attributes.
+_WHOLE = (
+    *CONSTANTS,
+    torch.Tensor,
+    torch.nn.Module,
+    types.ModuleType,
+    types.MethodType,
+    functools.partial,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)
+
+
+class Kind(enum.Enum):
+    """How an object that torch does not know as a pytree holds its parts."""
+
+    FIELDS = "fields"  # of a dataclass
+    ATTRIBUTES = "attributes"
+    ITEMS = "items"  # a subclass of dict
+    SEQUENCE = "sequence"  # a subclass of list or tuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """An object taken apart: its class, how it holds its parts, and under which names."""
+
+    cls: type
+    kind: Kind
+    names: tuple[Any, ...]
+
+    def parts(self, value: Any) -> list[Any]:
+        """The parts of an object of this shape."""
+        if self.kind is Kind.SEQUENCE:
+            return list(value)
+        return [value[n] if self.kind is Kind.ITEMS else getattr(value, n) for n in self.names]
+
+    def made(self, parts: Sequence[Any]) -> Any:
+        """An object with these parts, whatever its __init__ takes and does."""
+        if issubclass(self.cls, tuple):
+            return tuple.__new__(self.cls, parts)
+        new: Any = self.cls.__new__
+        made = new(self.cls)
+        if self.kind is Kind.SEQUENCE:
+            list.extend(made, parts)
+        for name, value in zip(self.names, parts, strict=self.kind is not Kind.SEQUENCE):
+            (dict.__setitem__ if self.kind is Kind.ITEMS else object.__setattr__)(made, name, value)
+        return made
+
+
+def opening(value: Any, *, any_class: bool) -> Opening | None:
+    """How to take a value apart that torch does not know; None for one that stays whole.
+
+    Args:
+        value: an argument, or what forward returned.
+        any_class: also objects of plain classes, by their attributes. Results are opened so; an argument
+            of such a class is refused instead, since code may do anything with it.
+    """
+    cls = type(value)
+    if cls in torch_pytree.SUPPORTED_NODES or isinstance(value, type | torch.Size):
+        return None
+    if dataclasses.is_dataclass(value):
+        return Opening(cls=cls, kind=Kind.FIELDS, names=tuple(f.name for f in dataclasses.fields(value)))
+    if not any_class or isinstance(value, _WHOLE) or torch_pytree.is_namedtuple_instance(value):
+        return None
+    if isinstance(value, dict):
+        return Opening(cls=cls, kind=Kind.ITEMS, names=tuple(value))
+    if isinstance(value, list | tuple):
+        return Opening(cls=cls, kind=Kind.SEQUENCE, names=())
+    slots = {n for c in cls.__mro__ for n in _listed(getattr(c, "__slots__", ())) if hasattr(value, n)}
+    names = tuple(
+        dict.fromkeys([*sorted(slots - {"__dict__", "__weakref__"}), *getattr(value, "__dict__", {})])
+    )
+    held = names or hasattr(value, "__dict__")
+    return Opening(cls=cls, kind=Kind.ATTRIBUTES, names=names) if held else None
+
+
+def _listed(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
     """How to put leaves together again.
 
     Args:
-        spec: torch's structure, in which a dataclass that torch does not know is one leaf.
-        opened: for each leaf of `spec`: None, or class, field names and structure of such a dataclass.
+        spec: torch's structure, in which an object that torch does not know is one leaf.
+        opened: for each leaf of `spec`: None, or such an object's opening and the structure of its parts.
     """
 
     spec: Any
-    opened: tuple[tuple[type, tuple[str, ...], "Structure"] | None, ...]
+    opened: tuple[tuple[Opening, "Structure"] | None, ...]
 
     def unflatten(self, leaves: Iterator[Any]) -> Any:
         filled = []
@@ -35,45 +121,49 @@ class Structure:
             if inside is None:
                 filled.append(next(leaves))
             else:
-                cls, names, structure = inside
-                filled.append(_made(cls, names, structure.unflatten(leaves)))
+                how, structure = inside
+                filled.append(how.made(structure.unflatten(leaves)))
         return torch_pytree.tree_unflatten(filled, self.spec)
 
 
-def take_apart(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a value, and its structure."""
-    outer, spec = torch_pytree.tree_flatten(value, is_leaf=_is_unknown_dataclass)
+def take_apart(value: Any, inside: tuple[int, ...] = ()) -> tuple[list[Any], Structure]:
+    """The leaves of what forward returned, and its structure.
+
+    Raises:
+        BridgeError: an object holds itself.
+    """
+    outer, spec = torch_pytree.tree_flatten(value, is_leaf=lambda x: opening(x, any_class=True) is not None)
     leaves: list[Any] = []
     opened: list[Any] = []
     for item in outer:
-        if not _is_unknown_dataclass(item):
+        how = opening(item, any_class=True)
+        if how is None:
             leaves.append(item)
             opened.append(None)
             continue
-        names = _fields(type(item))
-        inner, structure = take_apart([getattr(item, name) for name in names])
+        if id(item) in inside:
+            raise BridgeError(message(f"forward returns a {how.cls.__qualname__} that holds itself."))
+        inner, structure = take_apart(how.parts(item), (*inside, id(item)))
         leaves += inner
-        opened.append((type(item), names, structure))
+        opened.append((how, structure))
     return leaves, Structure(spec=spec, opened=tuple(opened))
 
 
-def share_with_jax(value: Any) -> None:
-    """Register with JAX the classes in a value that torch knows as pytrees, and its dataclasses."""
-    if isinstance(value, tuple | list):
-        children = list(value)
-    elif isinstance(value, dict):
-        children = list(value.values())
-    elif _is_unknown_dataclass(value):
-        _register_dataclass(type(value))
-        children = [getattr(value, name) for name in _fields(type(value))]
-    else:
-        children = []
+def share_with_jax(value: Any, *, any_class: bool = False) -> None:
+    """Register with JAX the classes in a value that torch knows as pytrees, or that `opening` opens."""
     node = torch_pytree.SUPPORTED_NODES.get(type(value))
-    if node is not None and not isinstance(value, torch.Size):
+    how = opening(value, any_class=any_class)
+    children: Sequence[Any] = ()
+    if how is not None:
+        _register_opening(how.cls, any_class)
+        children = how.parts(value)
+    elif node is not None and not isinstance(value, torch.Size):
         _register_node(type(value), node)
         children = node.flatten_fn(value)[0]
+    elif isinstance(value, tuple | list):
+        children = value
     for child in children:
-        share_with_jax(child)
+        share_with_jax(child, any_class=any_class)
 
 
 def refuse_hidden_tensors(path: str, value: Any) -> None:
@@ -96,31 +186,24 @@ def refuse_hidden_tensors(path: str, value: Any) -> None:
         )
 
 
-def _is_unknown_dataclass(value: Any) -> bool:
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_instance and type(value) not in torch_pytree.SUPPORTED_NODES
+def _register_opening(cls: type, any_class: bool) -> None:
+    """Parts that no array stands for (names, classes) belong to the structure: a jitted call returns them."""
 
+    def flatten(value: Any) -> tuple[tuple[Any, ...], _Context]:
+        how = opening(value, any_class=any_class)
+        assert how is not None, "the class was opened once"
+        parts = how.parts(value)
+        fixed = tuple(part if isinstance(part, (*NAMES, torch.Size)) else ... for part in parts)
+        moving = tuple(p for p, f in zip(parts, fixed, strict=True) if f is ...)
+        return moving, _Context((how, fixed))
 
-def _fields(cls: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(cls))
+    def unflatten(context: _Context, children: Any) -> Any:
+        how, fixed = context.value
+        remaining = iter(children)
+        return how.made([next(remaining) if part is ... else part for part in fixed])
 
-
-def _made(cls: type, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """A dataclass from its fields, whatever its __init__ takes and does."""
-    made = object.__new__(cls)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _register_dataclass(cls: Any) -> None:
-    names = _fields(cls)
     with contextlib.suppress(ValueError):  # JAX knows it already
-        jax.tree_util.register_pytree_with_keys(
-            cls,
-            lambda x: (tuple((jax.tree_util.GetAttrKey(n), getattr(x, n)) for n in names), None),
-            lambda _, children: _made(cls, names, tuple(children)),
-        )
+        jax.tree_util.register_pytree_node(cls, flatten, unflatten)
 
 
 class _Context:

@@ -139,3 +139,18 @@ def test_a_module_that_cannot_be_exported_at_all_is_tried_once_or_twice() -> Non
 def test_the_first_guess_at_the_batch_dims(shapes: Any, dims: Any) -> None:
     tensors = [torch.zeros(shape) for shape in shapes]
     assert next(batch_dim_candidates(tensors))[1] == dims
+
+
+class Squeezed(nn.Module):
+    """One row is a case apart, and both sizes of an export take the other branch."""
+
+    def forward(self, x: Any) -> Any:
+        y = x.squeeze()
+        return y * 2 if len(x) > 1 else y[None] + x.sum(0)
+
+
+def test_a_single_row_has_an_export_of_its_own() -> None:
+    converted = convert(Squeezed(), (torch.randn(4, 4),))
+    for rows in (2, 5, 1, 1):
+        assert_same_at(converted, Squeezed(), rows)
+    assert len(converted.programs.cache) == 2

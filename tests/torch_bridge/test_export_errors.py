@@ -48,12 +48,12 @@ class Format(nn.Module):
 
 class Mask(nn.Module):
     def forward(self, x: Any) -> Any:
-        return x[x > 0].sum()
+        return x[x > 0]
 
 
 class Nonzero(nn.Module):
     def forward(self, x: Any) -> Any:
-        return torch.nonzero(x).float().sum()
+        return torch.nonzero(x).float()
 
 
 class Unique(nn.Module):
@@ -89,7 +89,7 @@ CASES: list[tuple[Callable[[], nn.Module], str, str, str]] = [
     (Size, IN_PYTHON, "torch.zeros(int(x.abs().max()))", "keep it a tensor"),
     (Numpy, IN_PYTHON, "x.detach().numpy()", "keep it a tensor"),
     (Format, IN_PYTHON, 'float(f"{x.sum():.2f}")', "keep it a tensor"),
-    (Mask, SHAPE, "x[x > 0].sum()", "torch.where(mask, x, fill)"),
+    (Mask, SHAPE, "x[x > 0]", "torch.where(mask, x, fill)"),
     (Nonzero, SHAPE, "torch.nonzero(x)", "keep the shape"),
     (Unique, SHAPE, "torch.unique(x.long())", "keep the shape"),
     (OneHot, "number of classes", "F.one_hot(x.long())", "num_classes"),

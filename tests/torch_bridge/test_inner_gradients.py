@@ -82,6 +82,9 @@ FUNCTIONS = {
 } | {
     "jacrev": lambda x, w: torch.func.jacrev(lambda w: (w * w).sum(0))(w) * x[0],
     "mapped grad": lambda x, w: torch.vmap(torch.func.grad(lambda r: torch.tanh(r @ w).square().sum()))(x),
+    "of each example": lambda x, w: torch.vmap(
+        torch.func.grad(lambda w, r: torch.tanh(r @ w).square().sum()), (None, 0)
+    )(w, x),
     "mapped jacrev": lambda x, w: torch.vmap(torch.func.jacrev(lambda r: torch.tanh(r @ w)))(x),
     "mapped hessian": lambda x, w: torch.vmap(torch.func.hessian(lambda r: torch.tanh(r @ w).sum()))(x),
     "jacfwd": lambda x, w: torch.func.jacfwd(lambda w: torch.tanh(x @ w).sum(0))(w),

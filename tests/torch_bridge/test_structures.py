@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -179,3 +180,60 @@ def test_inputs_without_a_batch_dim_work(shape: tuple[int, ...]) -> None:
 def test_a_wrong_call_of_convert_says_what_it_takes(call: Any, words: str) -> None:
     with pytest.raises(BridgeError, match=words):
         call()
+
+
+class Plain:
+    def __init__(self, value: Any, more: Any) -> None:
+        self.value, self.more, self.name = value, more, "plain"
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Items(dict[str, Any]):
+    pass
+
+
+class Parts(list[Any]):
+    pass
+
+
+class MakesObjects(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return Plain(x + 1, [Slotted(x * 2), Items(a=x * 3, b=None), Parts([x, 1])]), types.SimpleNamespace(
+            y=x
+        )
+
+
+def test_objects_of_plain_classes_come_back_with_their_attributes() -> None:
+    converted = convert(MakesObjects(), (torch.ones(2, 3),))
+    assert converted.one_export
+    plain, space = jax.jit(lambda x: converted.apply({}, {}, x)[0])(jnp.ones((4, 3)))
+    slotted, items, parts = plain.more
+    assert (type(plain), type(slotted), type(items), type(parts)) == (Plain, Slotted, Items, Parts)
+    assert plain.name == "plain"
+    assert items["b"] is None
+    for got, want in ((plain.value, 2), (slotted.value, 2), (items["a"], 3), (parts[0], 1), (space.y, 1)):
+        np.testing.assert_array_equal(got, np.full((4, 3), want))
+
+
+class Cycle(nn.Module):
+    def forward(self, x: Any) -> Any:
+        made = Plain(x, None)
+        made.more = made
+        return made
+
+
+class ReturnsModule(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x, nn.ReLU()
+
+
+@pytest.mark.parametrize("make, why", [(Cycle, "holds itself"), (ReturnsModule, "returns a ReLU")])
+def test_what_cannot_be_returned_is_refused_and_never_left_out(make: Any, why: str) -> None:
+    with pytest.raises(BridgeError, match=why):
+        convert(make(), (torch.ones(2, 3),))

@@ -26,6 +26,7 @@ from torch_bridge.lowerings import normalisation as normalisation
 from torch_bridge.lowerings import padding as padding
 from torch_bridge.lowerings import pooling as pooling
 from torch_bridge.lowerings import prims as prims
+from torch_bridge.lowerings import quantise as quantise
 from torch_bridge.lowerings import random as random
 from torch_bridge.lowerings import recurrent as recurrent
 from torch_bridge.lowerings import reduction as reduction

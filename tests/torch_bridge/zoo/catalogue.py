@@ -7,6 +7,7 @@ from tests.torch_bridge.zoo import (  # noqa: F401 - registration
     layers,
     losses,
     networks,
+    practice,
     sequences,
     topologies,
     vision,

@@ -251,7 +251,14 @@ def _taken_apart(batch: Batch) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
 
 
 def _tensors(outputs: Any) -> list[Any]:
-    return [x for x in torch_pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor | jax.Array)]
+    """All of them, those in attributes of plain objects included."""
+    found: list[Any] = []
+    for leaf in torch_pytree.tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor | jax.Array):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type):
+            found += _tensors(list(vars(leaf).values()))
+    return found
 
 
 def _gradient(x: torch.Tensor) -> np.ndarray:

@@ -133,8 +133,8 @@ def _set_dropout(config: Any, rate: float) -> None:
         elif any(word in key for word in _LAYER_DROPS):
             setattr(config, key, 0.0)
         elif _DROPS in key and isinstance(value, float | int) and not isinstance(value, bool):
-            with contextlib.suppress(TypeError, ValueError):  # some are declared as whole numbers
-                setattr(config, key, rate)
+            with contextlib.suppress(TypeError, ValueError):  # some are checked against others
+                setattr(config, key, type(value)(rate))
 
 
 def build(specimen: Specimen, *, dropout: float = 0.0, seed: int = 0) -> nn.Module:

@@ -28,7 +28,8 @@ def export_of(record: dict[str, Any]) -> str:
     """How a specimen meets another number of rows: "one", "dynamic", "each", "-" if it was not converted."""
     if "reason" not in record:
         return "-"
-    if record["reason"] or (record.get("exports", 1) > 1 and not record.get("dynamic")):
+    # A single row always has an export of its own.
+    if record["reason"] or (record.get("exports", 1) > 2 and not record.get("dynamic")):
         return "each"
     return "dynamic" if record.get("dynamic") else "one"
 
