@@ -169,9 +169,7 @@ def resnet(width: int = 16, image: int = 32, blocks: int = 6) -> Model:
         channels = wide
     params = {"stem": shape(3, 3, 3, width), "layers": layers, "head": dense(channels, 10)}
     batch = {"image": shape(ROWS, image, image, 3), "label": shape(ROWS, dtype=jnp.int32)}
-    return Model(
-        fn=resnet_loss, params=params, batch=batch, given={"model_state": states}, num_stages=3
-    )
+    return Model(fn=resnet_loss, params=params, batch=batch, given={"model_state": states}, num_stages=3)
 
 
 # --- U-Net: skips over the whole depth ----------------------------------------------------------
@@ -255,7 +253,10 @@ def vit(width: int = 64, depth: int = 4, image: int = 32) -> Model:
     )
     torch.manual_seed(0)
     module = ViTForImageClassification(config).train()
-    batch = {"pixel_values": torch.zeros(ROWS, 3, image, image), "labels": torch.zeros(ROWS, dtype=torch.long)}
+    batch = {
+        "pixel_values": torch.zeros(ROWS, 3, image, image),
+        "labels": torch.zeros(ROWS, dtype=torch.long),
+    }
     return Model(fn=torch_bridge.convert(module, kwargs=batch), num_stages=4)
 
 

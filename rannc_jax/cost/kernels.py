@@ -6,8 +6,8 @@ several kernels and stored in several layouts, or never. What is dear (exp, divi
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend import core as jex
@@ -20,12 +20,14 @@ Buffer = tuple[int, tuple[Any, ...]]
 """A value and its layout: () as the value is, anything else tells copies in other layouts apart."""
 
 # What XLA's instruction fusion never does twice, by JAX's names.
-_DEAR = primitives.TRANSCENDENTAL | primitives.names("div rem sqrt rsqrt")
+_DEAR = (primitives.TRANSCENDENTAL | primitives.names("div rem sqrt rsqrt")) - {"erfc"}
 _ELEMENTWISE = primitives.ARITHMETIC | primitives.TRANSCENDENTAL | primitives.names("convert_element_type")
 _LOOPS = _ELEMENTWISE | primitives.names(
     "broadcast_in_dim transpose iota rev pad concatenate split reduce_precision slice dynamic_slice"
 )
 _VIEWS = primitives.VIEWS | primitives.names("copy copy_p device_put")
+# Stored parts of functions that XLA writes as quotients and exponentials before it fuses.
+_PARTS = {"erfc": 3}
 _INPLACE = primitives.SCATTERS | primitives.names("dynamic_update_slice")
 
 
@@ -61,19 +63,23 @@ class Kernels:
     def __init__(self, ops: Operations, scratch: Callable[[Operation], int]) -> None:
         self._ops, self._scratch = ops, scratch
         self._source: dict[int, int] = {}
+        self._sizes: dict[Buffer, int] = {}
         self._live = self._simplified()
         self._maker = {v: op for op in self._live for v in op.writes}
         self._shared = self._computed_once()
-        self._leaves: dict[int, tuple[int, ...]] = {}
+        self._leaves: dict[int, tuple[Buffer, ...]] = {}
         self._made: dict[Buffer, None] = {}
         self.kernels: list[Kernel] = []
         for op in self._live:
             if not self._is_loop(op):
                 self._add_whole(op)
-        self.results = [self._buffer(v, self._shape_form(v)) for v in ops.outputs if v != NO_VALUE]
+        results = [self._buffer(v, self._shape_form(v)) for v in reversed(ops.outputs) if v != NO_VALUE]
+        self.results = results[::-1]
 
     def nbytes(self, buffer: Buffer) -> int:
         """Size of a buffer."""
+        if buffer in self._sizes:
+            return self._sizes[buffer]
         aval = self._ops.avals[buffer[0]]
         return aval_bytes(aval) if hasattr(aval, "shape") else 0
 
@@ -140,92 +146,115 @@ class Kernels:
     def _computed_once(self) -> set[int]:
         """Elementwise values that are stored for all their readers.
 
-        Dear ones with several readers or one that repeats elements; and those with several full operands
-        that something else than elementwise work reads as they are (reading them back moves less).
+        Dear ones that several kernels need or that a broadcast repeats; and those with several full
+        operands that something else than elementwise work reads as they are (reading them back moves less).
         """
-        readers: dict[int, list[Operation]] = {}
-        direct: set[int] = {v for v in self._ops.outputs if v not in self._source}
-        for op in self._live:
-            for v in dict.fromkeys(op.reads):
-                readers.setdefault(self._of(v), []).append(op)
-                if not self._is_loop(op) and v not in self._source and self._reads_as_is(op):
-                    direct.add(v)
         shared: set[int] = set()
-        for op in self._live:
-            if not self._is_loop(op):
-                continue
+        needed_by: dict[int, set[Buffer]] = {}
+        repeated: set[int] = set()
+        users: dict[int, int] = {}
+        direct: set[int] = set()
+        for v in self._ops.outputs:
+            needed_by.setdefault(self._of(v), set()).add((self._of(v), self._shape_form(v)))
+            direct.update({v} - self._source.keys())
+        for op in reversed(self._live):
             value = op.writes[0]
-            users = readers.get(value, [])
-            several = len(users) + self._ops.outputs.count(value) > 1
-            repeats = any(user.name == "broadcast_in_dim" for user in users)
-            if op.name in _DEAR and (several or repeats):
+            if not self._is_loop(op):
+                for v, form in self._reads(op):
+                    needed_by.setdefault(self._of(v), set()).add((self._of(v), form))
+                    direct.update({v} if not form and v not in self._source else ())
+                continue
+            kernels = needed_by.get(value, set())
+            dear = op.name in _DEAR and (len(kernels) > 1 or users.get(value, 0) > 1 or value in repeated)
+            if dear or (len(kernels) > 1 and value in direct and self._full_operands(op) > 1):
                 shared.add(value)
-            elif several and value in direct and self._full_operands(op) > 1:
-                shared.add(value)
+                kernels = {(value, ())}
+            for v in dict.fromkeys(map(self._of, op.reads)):
+                users[v] = users.get(v, 0) + 1
+                needed_by.setdefault(v, set()).update(kernels)
+                repeated.update({v} if op.name == "broadcast_in_dim" else ())
         return shared
-
-    def _reads_as_is(self, op: Operation) -> bool:
-        return op.name != "dot_general" or bool(op.eqn.params["dimension_numbers"][1][0])
 
     def _full_operands(self, op: Operation) -> int:
         size = self.nbytes((op.writes[0], ()))
         return sum(v != NO_VALUE and self.nbytes((self._of(v), ())) >= size for v in op.reads)
 
-    def _sources(self, value: int) -> tuple[int, ...]:
-        """The stored values that an elementwise value is computed from."""
+    def _sources(self, value: int) -> tuple[Buffer, ...]:
+        """The buffers that an elementwise value is computed from."""
         if value not in self._leaves:
-            found: dict[int, None] = {}
-            for v in self._maker[value].reads:
-                v = self._of(v)
-                if v == NO_VALUE:
-                    continue
-                inner = self._is_made_in_loop(v) and v not in self._shared
-                found.update(dict.fromkeys(self._sources(v) if inner else (v,)))
-            self._leaves[value] = tuple(found)
+            op = self._maker[value]
+            found: dict[Buffer, None] = {}
+            for v in map(self._of, op.reads):
+                if v != NO_VALUE:
+                    inner = self._is_made_in_loop(v) and v not in self._shared
+                    found.update(dict.fromkeys(self._sources(v) if inner else ((v, ()),)))
+            for part in range(_PARTS.get(op.name, 0)):
+                self._add(((value, ("part", part)),), tuple(found), inplace=True)
+            parts = [(value, ("part", part)) for part in range(_PARTS.get(op.name, 0))]
+            self._leaves[value] = (*parts, *found)
         return self._leaves[value]
 
     # --- kernels ------------------------------------------------------------------------------
+
+    def _add(self, writes: tuple[Buffer, ...], reads: Iterable[Buffer], *, inplace: bool = False) -> None:
+        """Add a kernel, behind those that make what it reads."""
+        made = tuple(self._buffer(*b) if not b[1] else b for b in dict.fromkeys(reads))
+        self.kernels.append(Kernel(writes=writes, reads=made, inplace=inplace))
 
     def _buffer(self, value: int, form: tuple[Any, ...] = ()) -> Buffer:
         """The buffer of a value in a layout, with the loop kernel that makes it if there is none yet."""
         value = self._of(value)
         loop = self._is_made_in_loop(value)
-        if not loop and (not form or form[0] == "shape"):
-            return value, ()
+        if form and form[0] != "layout" and (not loop or value in self._shared):
+            form = ()  # what is stored anyway is seen through a change of shape
         buffer = (value, form)
-        if buffer in self._made:
+        if (not loop and not form) or buffer in self._made:
             return buffer
         self._made[buffer] = None
-        stored = (value,) if not loop or (value in self._shared and form) else self._sources(value)
-        reads = tuple(self._buffer(v) for v in stored)
-        self.kernels.append(Kernel(writes=(buffer,), reads=reads, inplace=not form or form[0] == "shape"))
+        stored = ((value, ()),) if not loop or (value in self._shared and form) else self._sources(value)
+        self._add((buffer,), stored, inplace=not form or form[0] != "layout")
         return buffer
 
     def _shape_form(self, value: int) -> tuple[Any, ...]:
         return ("shape", self._ops.avals[value].shape) if value in self._source else ()
 
     def _add_whole(self, op: Operation) -> None:
-        reads = list(dict.fromkeys(self._operands(op)))
-        self.kernels.append(
-            Kernel(
-                writes=tuple((v, ()) for v in op.writes),
-                reads=tuple(reads),
-                inplace=op.name in _INPLACE,
-                scratch=self._scratch(op),
-            )
-        )
+        if op.name == "select_and_scatter_add":
+            self._add_select_and_scatter(op)
+            return
+        writes = tuple((v, ()) for v in op.writes)
+        self._add(writes, list(self._operands(op)), inplace=op.name in _INPLACE)
+        self.kernels[-1] = replace(self.kernels[-1], scratch=self._scratch(op))
 
-    def _operands(self, op: Operation) -> Iterator[Buffer]:
+    def _add_select_and_scatter(self, op: Operation) -> None:
+        """XLA finds the maxima (windows over the operand and a number for every dim), then scatters."""
+        source, operand = (x.aval for x in op.eqn.invars)
+        value, dims = op.writes[0], range(len(operand.shape))
+        numbers, found = ([(value, (word, d)) for d in dims] for word in ("number", "place"))
+        best, index, zeros = ((value, (word,)) for word in ("best", "index", "zeros"))
+        words = 4 * math.prod(source.shape)
+        self._sizes.update(dict.fromkeys(numbers, 4 * math.prod(operand.shape)))
+        self._sizes.update({**dict.fromkeys((best, *found), words), index: len(dims) * words})
+        for number in (*numbers, zeros):
+            self._add((number,), ())
+        gradient, image = self._operands(op)
+        self._add((best, *found), (image, *numbers))
+        self._add((index,), found)
+        self._add(((value, ()),), (zeros, index, gradient), inplace=True)
+
+    def _reads(self, op: Operation) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """The values that an operation reads, and the layouts it wants them in."""
         forms = _FORMS.get(op.name)
         for position, v in enumerate(op.reads):
-            if v == NO_VALUE:
-                continue
+            if v != NO_VALUE:
+                yield v, (forms(op, position) if forms is not None else ()) or self._shape_form(v)
+
+    def _operands(self, op: Operation) -> Iterator[Buffer]:
+        for v, form in self._reads(op):
             if op.name in primitives.REDUCTIONS:
-                yield from self._reduced(self._of(v), self._shape_form(v))
-            elif forms is None:
-                yield self._buffer(v, self._shape_form(v))
+                yield from self._reduced(self._of(v), form)
             else:
-                yield self._buffer(v, forms(op, position) or self._shape_form(v))
+                yield self._buffer(v, form)
 
     def _reduced(self, value: int, form: tuple[Any, ...]) -> Iterator[Buffer]:
         """A reduction takes elementwise work on operands of one shape in."""

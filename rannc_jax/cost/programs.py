@@ -77,7 +77,6 @@ def stage_programs(
     remats: Sequence[Remat],
     traces: Sequence[Aligned],
     *,
-    platform: str,
     train: bool = True,
 ) -> tuple[tuple[ProgramBytes, ...], ...]:
     """The programs of every stage.
@@ -88,7 +87,6 @@ def stage_programs(
         remats: per stage.
         traces: per stage, the function at the rows that one replica sees of a microbatch. Batches whose
             rows do not divide, and so are padded, take a mask more.
-        platform: "cpu" or "gpu": whose compiler makes them.
         train: with backwards.
 
     Complexity: traces and differentiates every stage once, about 1 ms an equation.
@@ -99,7 +97,7 @@ def stage_programs(
     for s in reversed(range(len(stages))):
         stage = _Stage(cut, s, remats[s], traces[s], later, train=train)
         later.insert(0, stage)
-        found.insert(0, tuple(stage.programs(platform)))
+        found.insert(0, tuple(stage.programs()))
     return tuple(found)
 
 
@@ -168,20 +166,21 @@ class _Stage:
     def diff(self) -> Differentiated:
         return differentiate(self.function, self._inputs(), wrt=self.wrt, cotangents=self.cotangents)
 
-    def programs(self, platform: str) -> list[ProgramBytes]:
+    def programs(self) -> list[ProgramBytes]:
         """Prologue, accumulators, forward and backward, as far as the stage has them."""
         found = []
         if self.shape.prologue is not None:
-            found.append(self._prologue(self.shape.prologue, platform))
+            found.append(self._prologue(self.shape.prologue))
         if self.differentiates:
             sums = [self._accumulator(v) for v in self.shape.accumulated]
+            zeros = [jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in sums]
             found.append(
                 _measured(
-                    "zeros", lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], (), ("accumulators",), platform
+                    "zeros", lambda: [jnp.zeros(x.shape, x.dtype) for x in zeros], (), ("accumulators",)
                 )
             )
-        found.append(self._forward(platform))
-        return [*found, self._backward(platform)] if self.differentiates else found
+        found.append(self._forward())
+        return [*found, self._backward()] if self.differentiates else found
 
     def _inputs(self) -> list[jax.ShapeDtypeStruct]:
         return avals(self.program, self.part.inputs)
@@ -198,13 +197,13 @@ class _Stage:
         aval = self.graph.program.vars[v].aval
         return jax.ShapeDtypeStruct(aval.shape, jnp.promote_types(aval.dtype, jnp.float32))
 
-    def _prologue(self, part: Slice, platform: str) -> ProgramBytes:
+    def _prologue(self, part: Slice) -> ProgramBytes:
         program = self.graph.program
         run = as_function(program, part)
         given = [(self._class(v), x) for v, x in zip(part.inputs, avals(program, part.inputs), strict=True)]
-        return _measured("prologue", lambda *xs: run(xs), given, ("prologue",), platform)
+        return _measured("prologue", lambda *xs: run(xs), given, ("prologue",))
 
-    def _forward(self, platform: str) -> ProgramBytes:
+    def _forward(self) -> ProgramBytes:
         given = [(self._class(v), x) for v, x in zip(self.shape.part.inputs, self._inputs(), strict=True)]
         part = self.shape.part
         made = ["sent"] * len(part.outputs) + ["results"] * len(part.results) + ["residuals"]
@@ -213,11 +212,11 @@ class _Stage:
             if not self.differentiates:
                 return self.function(xs)
             outs, kept = self.diff.forward(xs)
-            return [*outs, *kept]
+            return [*outs, *(x[None] for x in kept)]  # one row a replica
 
-        return _measured("forward", run, given, made, platform)
+        return _measured("forward", run, given, made)
 
-    def _backward(self, platform: str) -> ProgramBytes:
+    def _backward(self) -> ProgramBytes:
         diff, part = self.diff, self.shape.part
         inputs = self._inputs()
         outputs = jax.eval_shape(self.function, inputs)
@@ -228,10 +227,11 @@ class _Stage:
         for k, times in zip(self.cotangents, arity, strict=False):
             given += [("cotangents", outputs[k])] * times
         given += [("weights", jax.ShapeDtypeStruct((), jnp.float32))] * self.seeds
-        given += [("accumulators", self._accumulator(v)) for v in self.shape.accumulated]
+        sums = [self._accumulator(v) for v in self.shape.accumulated]
+        given += [("accumulators", jax.ShapeDtypeStruct((1, *x.shape), x.dtype)) for x in sums]
         run = functools.partial(self._run_backward, arity)
         made = ["accumulators"] * len(self.shape.accumulated) + ["cotangents"]
-        return _measured("backward", run, given, made, platform, donated="accumulators")
+        return _measured("backward", run, given, made, donated="accumulators")
 
     def _run_backward(self, arity: Sequence[int], *args: Any) -> list[Any]:
         """Gradients of one microbatch added to the accumulators, and those that leave the stage."""
@@ -249,7 +249,8 @@ class _Stage:
             grads = [jnp.where(weight > 0, g, jnp.zeros_like(g)) for g in grads]
         by_id = {self.shape.part.inputs[i]: g for i, g in zip(diff.wrt, grads, strict=True)}
         summed = zip(self.shape.accumulated, taken, strict=True)
-        return [*(sums + by_id[v].astype(sums.dtype) for v, sums in summed), *(by_id[v] for v in self.sends)]
+        new = [sums + by_id[v].astype(sums.dtype)[None] for v, sums in summed]
+        return [*new, *(by_id[v] for v in self.sends)]
 
 
 def _measured(
@@ -257,7 +258,6 @@ def _measured(
     run: Callable[..., Any],
     given: Sequence[tuple[str, jax.ShapeDtypeStruct]],
     made: Sequence[str],
-    platform: str,
     donated: str = "",
 ) -> ProgramBytes:
     """Trace a program and add up.
@@ -267,7 +267,6 @@ def _measured(
         run: its function.
         given: class and shape of every argument.
         made: class of every result; the last one stands for all that follow.
-        platform: see `stage_programs`.
         donated: the class of arguments that the first results take the place of, one by one.
     """
     ops = open_jaxpr(jax.make_jaxpr(run)(*(x for _, x in given)).jaxpr)

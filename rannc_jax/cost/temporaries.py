@@ -5,7 +5,6 @@ loop kernel writes over an operand that dies in it, and a temporary may lie in t
 is not there yet. GPU programs are ordered for memory instead; for them the same walk is an upper bound.
 """
 
-import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +13,17 @@ from rannc_jax.cost.kernels import Buffer, Kernel, Kernels
 from rannc_jax.cost.operations import Operation, Operations
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Life:
-    """A buffer from the kernel that makes it to the last that reads it, both positions in the order."""
+    """A buffer from the kernel that makes it to the last that reads it, both positions in the order.
+
+    `heir` is the temporary that this last kernel writes in its place.
+    """
 
     size: int
     start: int
     end: int
+    heir: "_Life | None" = None
 
 
 def temporary_bytes(ops: Operations, num_donated: int = 0) -> int:
@@ -94,19 +97,19 @@ def _lives(formed: Kernels, order: Sequence[Kernel], num_donated: int) -> tuple[
             dying = (temporaries[b] for b in kernel.reads if b in temporaries and last[b] == at)
             heir = next((life for life in dying if life.size == size), None)
             if heir is not None:
-                heir.end = at - 1
+                heir.heir = temporaries.get(kernel.writes[0])
     return list(temporaries.values()), places
 
 
 def _not_hosted(temporaries: Sequence[_Life], results: Sequence[_Life]) -> list[_Life]:
     """Temporaries that find no place in a result that is made later."""
-    guests: list[list[_Life]] = [[result] for result in results]
+    guests: list[list[_Life]] = [[result] for result in sorted(results, key=lambda x: -x.size)]
     left: list[_Life] = []
     for life in sorted(temporaries, key=lambda x: -x.size):
         host = next(
             (
                 group
-                for group in guests
+                for group in reversed(guests)
                 if group[0].size >= life.size and all(g.end < life.start or life.end < g.start for g in group)
             ),
             None,
@@ -117,9 +120,10 @@ def _not_hosted(temporaries: Sequence[_Life], results: Sequence[_Life]) -> list[
 
 def _peak(lives: Sequence[_Life], length: int) -> int:
     change = [0] * (length + 2)
+    present = set(lives)
     for life in lives:
         change[life.start] += life.size
-        change[max(life.end, life.start) + 1] -= life.size
+        change[life.end + (life.heir not in present)] -= life.size
     total = peak = 0
     for step in change:
         total += step
