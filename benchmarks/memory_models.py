@@ -4,7 +4,6 @@ Five are bare JAX as users write it; the sixth is an unchanged PyTorch module. T
 compile in seconds and large enough that arrays, not rounding, decide.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
