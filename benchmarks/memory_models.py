@@ -265,5 +265,5 @@ MODELS: dict[str, Callable[[], Model]] = {
     "resnet": resnet,
     "unet": unet,
     "moe": moe,
-    "vit (torch)": vit,
+    "vit": vit,
 }

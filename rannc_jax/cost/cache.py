@@ -7,6 +7,7 @@ written, nothing is remembered.
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import tempfile
@@ -24,7 +25,7 @@ def cache_folder() -> Path:
     if named:
         return Path(named)
     try:
-        import platformdirs
+        platformdirs = importlib.import_module("platformdirs")
     except ImportError:
         home = os.environ.get("XDG_CACHE_HOME")
         return (Path(home) if home else Path.home() / ".cache") / "rannc_jax"

@@ -4,6 +4,7 @@ Names of variables, functions and scopes, source lines and addresses of Python o
 two layers of one network, or one network in two processes, have one text.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,4 @@ def _value(array: np.ndarray) -> str:
 
 def hash_bytes(array: np.ndarray) -> str:
     """A digest of an array's contents."""
-    import hashlib
-
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]

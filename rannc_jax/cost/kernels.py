@@ -212,7 +212,7 @@ class Kernels:
             return buffer
         self._made[buffer] = None
         stored = ((value, ()),) if not loop or (value in self._shared and form) else self._sources(value)
-        self._add((buffer,), stored, inplace=not form or form[0] != "layout")
+        self._add((buffer,), stored, inplace=not form)
         return buffer
 
     def _shape_form(self, value: int) -> tuple[Any, ...]:
@@ -273,21 +273,30 @@ class Kernels:
 
 
 def _dot_form(op: Operation, position: int) -> tuple[Any, ...]:
-    """The layout a product wants of an operand: batch dims first, then free and contracted ones.
+    """The layout a product wants of an operand.
 
-    Operands of plain products are matrices; the first one wants its contracted dim last.
+    One free and one contracted dim behind leading batch dims are taken in either order. Else the operand
+    becomes a matrix: the first one with its contracted dims last, the second one with its free dims last.
     """
     if position > 1:
         return ()
-    (contracted, batch) = (dims[position] for dims in op.eqn.params["dimension_numbers"])
+    shape = op.eqn.invars[position].aval.shape
+    batch, free, contracted = _dot_dims(op, position)
+    if batch == list(range(len(batch))) and len(free) <= 1 and len(contracted) == 1:
+        return ()
+    order = [*batch, *free, *contracted] if position == 0 else [*batch, *contracted, *free]
+    kept = [d for d in order if shape[d] > 1]
+    if kept != sorted(kept):
+        return ("layout", *order)
+    return ("matrix",) if len(shape) > 2 and not batch else ()
+
+
+def _dot_dims(op: Operation, position: int) -> tuple[list[int], list[int], list[int]]:
+    """Batch, free and contracted dims of an operand."""
+    contracted, batch = (dims[position] for dims in op.eqn.params["dimension_numbers"])
     rank = len(op.eqn.invars[position].aval.shape)
     free = [d for d in range(rank) if d not in contracted and d not in batch]
-    orders = ([*batch, *free, *contracted], [*batch, *contracted, *free])
-    if not batch and position == 0:
-        orders = orders[:1]
-    if list(range(rank)) not in orders:
-        return ("layout", *orders[0])
-    return ("matrix",) if rank > 2 and not batch else ()
+    return list(batch), free, list(contracted)
 
 
 def _convolution_form(op: Operation, position: int) -> tuple[Any, ...]:

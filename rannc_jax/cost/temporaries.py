@@ -6,7 +6,7 @@ is not there yet. GPU programs are ordered for memory instead; for them the same
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rannc_jax.cost.kernels import Buffer, Kernel, Kernels
@@ -15,15 +15,11 @@ from rannc_jax.cost.operations import Operation, Operations
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """A buffer from the kernel that makes it to the last that reads it, both positions in the order.
-
-    `heir` is the temporary that this last kernel writes in its place.
-    """
+    """A buffer from the kernel that makes it to the last that reads it, both positions in the order."""
 
     size: int
     start: int
     end: int
-    heir: "_Life | None" = None
 
 
 def temporary_bytes(ops: Operations, num_donated: int = 0) -> int:
@@ -36,7 +32,7 @@ def temporary_bytes(ops: Operations, num_donated: int = 0) -> int:
     Complexity: about linear in the kernels; quadratic in those that overlap.
     """
     formed = Kernels(ops, _inside)
-    order = _breadth_first(formed.kernels, ops.num_inputs)
+    order = _breadth_first(formed.kernels)
     temporaries, results = _lives(formed, order, num_donated)
     left = _not_hosted(temporaries, results)
     scratch = [(at, kernel.scratch) for at, kernel in enumerate(order) if kernel.scratch]
@@ -48,30 +44,27 @@ def _inside(op: Operation) -> int:
     return max((temporary_bytes(body) for body, _ in op.bodies), default=0)
 
 
-def _breadth_first(kernels: Sequence[Kernel], num_inputs: int) -> list[Kernel]:
+def _breadth_first(kernels: Sequence[Kernel]) -> list[Kernel]:
     """The order in which kernels become ready when inputs are handed out one by one."""
-    makers = {buffer: k for k, kernel in enumerate(kernels) for buffer in kernel.writes}
-    waits = [0] * len(kernels)
+    makers = {buffer for kernel in kernels for buffer in kernel.writes}
+    waits = [len(set(kernel.reads)) for kernel in kernels]
     readers: dict[Buffer, list[int]] = {}
     for k, kernel in enumerate(kernels):
         for buffer in dict.fromkeys(kernel.reads):
-            waits[k] += 1
             readers.setdefault(buffer, []).append(k)
-    queue: deque[Buffer | int] = deque(b for b in readers if b not in makers)
-    queue = deque(sorted((b for b in queue if not isinstance(b, int)), key=lambda b: b[0]))
     order: list[Kernel] = []
-    queue.extend(k for k, count in enumerate(waits) if count == 0)
-    while queue:
-        item = queue.popleft()
-        made: Sequence[Buffer] = (item,)
-        if isinstance(item, int):
-            order.append(kernels[item])
-            made = kernels[item].writes
-        for buffer in made:
-            for k in readers.get(buffer, ()):
-                waits[k] -= 1
-                if waits[k] == 0:
-                    queue.append(k)
+    ready: deque[int] = deque(k for k, count in enumerate(waits) if count == 0)
+
+    def hand_out(buffers: Iterable[Buffer]) -> None:
+        for k in (k for buffer in buffers for k in readers.get(buffer, ())):
+            waits[k] -= 1
+            if waits[k] == 0:
+                ready.append(k)
+
+    hand_out(sorted((b for b in readers if b not in makers), key=lambda b: b[0]))
+    while ready:
+        order.append(kernels[ready.popleft()])
+        hand_out(order[-1].writes)
     return order
 
 
@@ -97,7 +90,7 @@ def _lives(formed: Kernels, order: Sequence[Kernel], num_donated: int) -> tuple[
             dying = (temporaries[b] for b in kernel.reads if b in temporaries and last[b] == at)
             heir = next((life for life in dying if life.size == size), None)
             if heir is not None:
-                heir.heir = temporaries.get(kernel.writes[0])
+                heir.end = at - 1
     return list(temporaries.values()), places
 
 
@@ -120,10 +113,9 @@ def _not_hosted(temporaries: Sequence[_Life], results: Sequence[_Life]) -> list[
 
 def _peak(lives: Sequence[_Life], length: int) -> int:
     change = [0] * (length + 2)
-    present = set(lives)
     for life in lives:
         change[life.start] += life.size
-        change[life.end + (life.heir not in present)] -= life.size
+        change[max(life.end, life.start) + 1] -= life.size
     total = peak = 0
     for step in change:
         total += step
