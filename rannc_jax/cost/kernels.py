@@ -70,9 +70,13 @@ class Kernels:
         self._leaves: dict[int, tuple[Buffer, ...]] = {}
         self._made: dict[Buffer, None] = {}
         self.kernels: list[Kernel] = []
-        for op in self._live:
+        for op in self._live:  # in order, so that nothing recurses deeply
             if not self._is_loop(op):
                 self._add_whole(op)
+            elif op.writes[0] in self._shared:
+                self._buffer(op.writes[0])
+            else:
+                self._sources(op.writes[0])
         results = [self._buffer(v, self._shape_form(v)) for v in reversed(ops.outputs) if v != NO_VALUE]
         self.results = results[::-1]
 
