@@ -44,6 +44,7 @@ def auto_partition(
     batch_dims: Any = AUTO,
     batch_stats: str = AUTO,
     allow_coupled: bool = False,
+    costs: str = "analytic",
     progress: Progress | None = None,
     **settings: Any,
 ) -> Step:
@@ -61,6 +62,7 @@ def auto_partition(
             leaves without rows; "auto": dim 0.
         batch_stats: "auto" only: over the microbatch, shared by a stage's replicas.
         allow_coupled: split batches although examples see each other.
+        costs: "analytic", by rules; "measured": blocks are timed on the device here (and remembered).
         progress: told what takes long.
         **settings: constraints (`num_stages`, `num_microbatches`, `replicas`, `schedule`, `remat`,
             `sharding`, `offload`, `memory_limit_bytes`, `memory_margin`, `cuts`; each also "auto") and
@@ -84,6 +86,7 @@ def auto_partition(
         16.0
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
+    _check_costs(costs)
     constraints, options = _settings(settings, batch_stats, (*_CONSTRAINTS, *_OPTIONS))
     check_menu(constraints, RUNNABLE)
     devices, cluster, constraints = _devices(mesh, constraints)
@@ -96,6 +99,7 @@ def auto_partition(
             optimizer=optimizer,
             allow_coupled=allow_coupled,
             menu=RUNNABLE,
+            costs=costs,
         )
         return plan_function(who, example, request, progress)
 
@@ -126,13 +130,14 @@ def make_plan(
     batch_stats: str = AUTO,
     allow_coupled: bool = False,
     runnable: bool = True,
+    costs: str = "analytic",
     progress: Progress | None = None,
     **constraints: Any,
 ) -> Plan:
     """Plan without devices and without weights: shapes are enough.
 
     Args:
-        fn, optimizer, mesh, takes, batch_dims, batch_stats, allow_coupled, progress: as in
+        fn, optimizer, mesh, takes, batch_dims, batch_stats, allow_coupled, costs, progress: as in
             `auto_partition`.
         params, batch, model_state, frozen, rng: arrays or `jax.ShapeDtypeStruct`s. Without an optimizer
             a tuple `batch` holds the positional arguments after params.
@@ -144,6 +149,7 @@ def make_plan(
         A `Plan` that can be printed, saved, and given to `parallelize`.
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
+    _check_costs(costs)
     fixed, _ = _settings(constraints, batch_stats, _CONSTRAINTS)
     _, cluster, fixed = _devices(mesh, fixed)
     given = {
@@ -167,6 +173,7 @@ def make_plan(
         optimizer=optimizer,
         allow_coupled=allow_coupled,
         menu=RUNNABLE if runnable else EVERYTHING,
+        costs=costs,
     )
     return plan_function(who.with_given(**given), example, request, progress)[0]
 
@@ -269,6 +276,11 @@ def _subject(
         call = fn.loss_fn if trains or outputs_fn is None else outputs_fn
         return subject(call, takes, is_loss=trains), defaults, batch_dims
     return subject(fn, takes, is_loss=trains, spread=not trains), Defaults(), batch_dims
+
+
+def _check_costs(costs: str) -> None:
+    if costs not in ("analytic", "measured"):
+        raise PlanError(message(f"costs={costs!r} is not known.", hint='"analytic" or "measured".'))
 
 
 _OPTIONS = tuple(f.name for f in fields(Options))

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 from rannc_jax.errors import ConfigError, message
 
+EFFICIENCY = {"convolution": 0.6, "attention": 1.0}
+"""Shares of the matrix rate that other kernels reach, where nobody has measured them: convolutions of
+ResNet shapes reach about 0.6 of the rate of large products in cuDNN."""
+
 MOST_DEVICES = 65_536
 """More than any machine there is: a larger number is a slip of the pen, and plans grow with it."""
 
@@ -23,6 +27,8 @@ class DeviceSpec:
         memory_bytes: device memory.
         memory_margin: share of the memory that the planner leaves free, in [0, 1).
         flops_per_s: best dense matrix product rate by dtype name ("float32", "bfloat16", ...).
+        efficiency: share of that rate that classes of kernels reach ("convolution", "attention": fused
+            attention); what is missing stands at its usual share.
         bytes_per_s: device memory bandwidth, read plus write.
         launch_s: seconds that any equation costs at least, in a compiled program.
         dispatch_s: seconds of host time for one program call.
@@ -34,6 +40,7 @@ class DeviceSpec:
     memory_bytes: int
     memory_margin: float = 0.08
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    efficiency: Mapping[str, float] = field(default_factory=dict)
     bytes_per_s: float
     launch_s: float = 2e-6
     dispatch_s: float = 60e-6
@@ -52,6 +59,7 @@ class DeviceSpec:
                 )
             )
         object.__setattr__(self, "flops_per_s", dict(self.flops_per_s))
+        object.__setattr__(self, "efficiency", {**EFFICIENCY, **self.efficiency})
 
     @property
     def usable_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
     prepare -> atoms -> blocks -> price -> search -> Plan
 
-No device is touched and no array is made; the cluster is described, not present.
+No device is touched and no array is made (unless costs are to be measured); the cluster is described,
+not present.
 """
 
 import importlib.metadata
@@ -16,15 +17,16 @@ import optax
 
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.contract import Sharding
-from rannc_jax.cost import node_seconds, open_graph, price
+from rannc_jax.cost import CostTable, node_seconds, open_graph, price
 from rannc_jax.errors import PlanError, TraceError, message
 from rannc_jax.ir import prepare
+from rannc_jax.ir.align import align
 from rannc_jax.ir.batch import Coupling, CouplingKind, LossKind
 from rannc_jax.ir.example import Example, Subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import anchor_print, block_coordinates, identity_print, program_print
 from rannc_jax.ir.roles import Role
-from rannc_jax.ir.trace import aval_bytes
+from rannc_jax.ir.trace import aval_bytes, trace
 from rannc_jax.partition.atomic import atoms
 from rannc_jax.partition.block import NodeBlock, coarsen
 from rannc_jax.partition.constraints import AUTO, Constraints
@@ -53,6 +55,7 @@ class Request:
         optimizer: None plans a forward only.
         allow_coupled: split the batch although its rows are coupled.
         menu: what there is to choose from.
+        costs: "analytic", or "measured" on the device that is here.
     """
 
     cluster: ClusterSpec
@@ -60,6 +63,7 @@ class Request:
     optimizer: optax.GradientTransformation | None
     allow_coupled: bool = False
     menu: Menu
+    costs: str = "analytic"
 
 
 def plan_function(
@@ -93,6 +97,8 @@ def plan_function(
     splittable = _check_coupling(graph, example.rows, request)
     progress.note(f"pricing {len(graph.nodes)} pieces")
     blocks, table = _price(graph, example.params, request)
+    if request.costs == "measured":
+        table = _measured(who, example, graph, blocks, table, request, progress)
     progress.note("searching")
     trains = request.optimizer is not None
     schedules = tuple(s for s in request.menu.schedules if s.has_backward == trains)
@@ -163,6 +169,31 @@ def _price(graph: Graph, params: Any, request: Request) -> tuple[tuple[NodeBlock
         opened=opened,
     )
     return blocks, table
+
+
+def _measured(
+    who: Subject,
+    example: Example,
+    graph: Graph,
+    blocks: Sequence[NodeBlock],
+    table: CostTable,
+    request: Request,
+    progress: Progress,
+) -> CostTable:
+    """The table with seconds corrected by what the device here takes: the one step that touches a device."""
+    from rannc_jax.cost.measured import Site, measure, sample_rows
+
+    wanted = request.constraints.num_microbatches
+    site = Site(
+        graph=graph,
+        blocks=[block.nodes for block in blocks],
+        trace_at=lambda rows: align(graph.program, trace(who, example, rows)),
+        rows=sample_rows(
+            example.rows, request.cluster.num_devices, wanted if isinstance(wanted, int) else None
+        ),
+        cluster=request.cluster,
+    )
+    return measure(table, site, progress=progress)
 
 
 def _optimizer_bytes(

@@ -56,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="print versions, settings and devices")
     doctor.set_defaults(run=_doctor)
 
+    calibrate = commands.add_parser("calibrate", help="measure the devices here and write a device file")
+    calibrate.add_argument("--out", default=None, help="the file; printed without it")
+    calibrate.add_argument("--seconds", type=float, default=60.0, help="about how long (default 60)")
+    calibrate.set_defaults(run=_calibrate)
+
     demo = commands.add_parser("demo", help="train an unchanged BERT in a pipeline on 8 fake CPU devices")
     demo.add_argument("--steps", type=int, default=None, help="optimizer steps")
     demo.add_argument("--short", action="store_true", help="a smaller model and fewer steps")
@@ -93,6 +98,12 @@ def _doctor(options: argparse.Namespace) -> int:
     del options
     print(doctor.report())
     return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from rannc_jax.cli import calibrate  # starts the devices
+
+    return calibrate.main(options.out, options.seconds)
 
 
 def _demo(options: argparse.Namespace) -> int:

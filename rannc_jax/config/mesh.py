@@ -18,14 +18,14 @@ A mesh file lists groups of equal hosts, the links between devices, and what the
 
 A device file is what a calibration writes: `version`, `kind` and the same keys as may override a preset
 (`platform`, `memory_gib`, `memory_margin`, `memory_gib_per_s`, `launch_us`, `dispatch_us`, `host_gib_per_s`,
-`[tflops_per_s]` by dtype).
+`[tflops_per_s]` by dtype, `[efficiency]` by class of kernels).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rannc_jax.cluster import ClusterSpec, DeviceGroup, DeviceSpec, LinkSpec
+from rannc_jax.cluster import EFFICIENCY, ClusterSpec, DeviceGroup, DeviceSpec, LinkSpec
 from rannc_jax.config.section import Section
 from rannc_jax.config.source import read_table
 from rannc_jax.cost.presets import PRESET_KINDS, PRESET_LINKS, device_preset, link_preset
@@ -121,7 +121,8 @@ def _read_group(section: Section, folder: Path) -> DeviceGroup | None:
     if base is None or not isinstance(hosts, int) or not isinstance(count_per_host, int):
         return None
     spec = {name: getattr(base, name) for name in DeviceSpec.__dataclass_fields__} | values
-    spec["flops_per_s"] = {**base.flops_per_s, **values.get("flops_per_s", {})}
+    for name in ("flops_per_s", "efficiency"):
+        spec[name] = {**getattr(base, name), **values.get(name, {})}
     return DeviceGroup(device=DeviceSpec(**spec), hosts=hosts, count_per_host=count_per_host)
 
 
@@ -157,17 +158,19 @@ def _read_device_values(section: Section, *, required: bool) -> dict[str, Any]:
         "launch_s": None if launch_us is None else launch_us * 1e-6,
         "dispatch_s": None if dispatch_us is None else dispatch_us * 1e-6,
         "host_bytes_per_s": None if host_gib_per_s is None else host_gib_per_s * GIB,
-        "flops_per_s": _read_flops(section.table("tflops_per_s")),
+        "flops_per_s": _read_numbers(section.table("tflops_per_s"), DTYPES, 1e12),
+        "efficiency": _read_numbers(section.table("efficiency"), tuple(EFFICIENCY), 1.0),
     }
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _read_flops(section: Section | None) -> dict[str, float] | None:
+def _read_numbers(section: Section | None, names: Sequence[str], unit: float) -> dict[str, float] | None:
+    """What a table of numbers says, in `unit`s."""
     if section is None:
         return None
-    rates = {dtype: section.number(dtype) for dtype in DTYPES}
+    numbers = {name: section.number(name) for name in names}
     section.finish()
-    return {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
+    return {name: number * unit for name, number in numbers.items() if number is not None}
 
 
 def _read_links(

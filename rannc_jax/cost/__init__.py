@@ -1,7 +1,8 @@
 """How much a piece of a program costs: seconds and bytes, without a device.
 
 `open_graph` measures a graph's two traces once; `node_seconds` weighs its nodes; `price` makes the
-table of blocks that the search reads. Presets name devices and links.
+table of blocks that the search reads. Presets name devices and links. `calibrate` and `measured` touch
+the devices that are here; they are imported when they are asked for.
 """
 
 from rannc_jax.cost.presets import PRESET_KINDS, PRESET_LINKS, device_preset, kind_of, link_preset

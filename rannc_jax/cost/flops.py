@@ -3,13 +3,13 @@
 The words: `Work` is what one equation without a body costs; `bodies` names the jaxprs of an equation
 that has some (scan, cond, jit, custom_vjp, ...) and how often each runs; `equation_flops` adds both up
 recursively. Elementwise operations count one an element, transcendental ones `TRANSCENDENTAL_FLOPS`.
-A primitive that is not in the tables is priced by its size, with one warning per name.
+A primitive that is not in the tables is priced by its size; `warn_of_unknown` names them all.
 """
 
 import enum
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.extend import core as jex
 from rannc_jax.cost.primitives import (
     ARITHMETIC,
     ATTENTION,
+    COLLECTIVES,
     CONVOLUTIONS,
     CUMULATIVE,
     MATMULS,
@@ -92,9 +93,17 @@ _FACTOR_FLOPS = {
     "schur": 25.0,
     "tridiagonal_solve": 0.0,
     "triangular_solve": 1.0,
+    "cholesky_update": 0.0,
+    "hessenberg": 10 / 3,
+    "tridiagonal": 4 / 3,
+    "geqp3": 4 / 3,
+    "ormqr": 4.0,
 }
 
-_unknown: set[str] = set()
+_unknown: dict[str, bool] = {}
+"""Primitives without a rule that were met, and whether that was said."""
+
+_WHILE = "while"
 
 
 def work(eqn: jex.JaxprEqn) -> Work:
@@ -134,24 +143,39 @@ def work(eqn: jex.JaxprEqn) -> Work:
         return of(_factor_flops(eqn), Fusion.WHOLE)
     if bodies(eqn):
         return of(0, Fusion.WHOLE)
-    if name not in _unknown:
-        _unknown.add(name)
-        warnings.warn(f"primitive {name!r} has no cost rule; it is priced by its size.", stacklevel=2)
+    _unknown.setdefault(name, False)
     return of(size, Fusion.WHOLE)
+
+
+def warn_of_unknown() -> None:
+    """Say once which primitives were met that have no rule.
+
+    Warns:
+        UserWarning: one for all of them; another where a while loop's turns are not known.
+    """
+    fresh = [name for name, said in _unknown.items() if not said]
+    _unknown.update(dict.fromkeys(fresh, True))
+    names = [name for name in fresh if name != _WHILE]
+    if names:
+        warnings.warn(
+            f"no cost rule for {', '.join(sorted(names))}: priced by size. Measured costs "
+            '(costs="measured") know better.',
+            stacklevel=3,
+        )
+    if _WHILE in fresh:
+        warnings.warn("a while loop has no known number of turns; its cost counts once.", stacklevel=3)
 
 
 def bodies(eqn: jex.JaxprEqn) -> tuple[Body, ...]:
     """The jaxprs inside an equation; of a cond, the branch with the most work alone.
 
-    A `while` says nothing about how often it turns: it counts once, with a warning.
+    A `while` says nothing about how often it turns: it counts once (see `warn_of_unknown`).
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return (Body(_open(params["jaxpr"]), int(params["length"])),)
     if name == "while":
-        if name not in _unknown:
-            _unknown.add(name)
-            warnings.warn("a while loop has no known number of turns; its cost counts once.", stacklevel=2)
+        _unknown.setdefault(_WHILE, False)
         return (Body(_open(params["cond_jaxpr"])), Body(_open(params["body_jaxpr"])))
     if name == "cond":
         branches = [_open(branch) for branch in readable_branches(eqn)]
@@ -217,6 +241,8 @@ def _factor_flops(eqn: jex.JaxprEqn) -> float:
     name = eqn.primitive.name
     if name == "tridiagonal_solve":
         return 8.0 * _size(eqn.outvars[0])
+    if name == "cholesky_update":
+        return 4.0 * _size(eqn.invars[0])  # a rotation an entry
     *batch, rows, columns = eqn.invars[0].aval.shape
     if name == "triangular_solve":
         return float(_size(eqn.invars[1]) * columns)
@@ -232,6 +258,47 @@ def _arithmetic_flops(eqn: jex.JaxprEqn) -> int:
 
 
 Of = Callable[..., Work]
+
+
+def _kernel(eqn: jex.JaxprEqn, of: Of) -> Work:
+    """A Pallas kernel: what its author estimates, else its body once for every point of the grid."""
+    params = eqn.params
+    estimate = params.get("cost_estimate")
+    grid = getattr(params.get("grid_mapping"), "grid", ())
+    points = math.prod(side for side in grid if isinstance(side, int))
+    inner = [
+        e for e in _deep(_open(params["jaxpr"])) if e.primitive.name in MATMULS | ARITHMETIC | TRANSCENDENTAL
+    ]
+    products = [e for e in inner if e.primitive.name in MATMULS]
+    flops = points * sum(work(e).flops for e in inner)
+    if estimate is not None:
+        flops = float(estimate.flops)
+    return of(flops, Fusion.WHOLE, matmul_unit(products[0]) if products else "")
+
+
+def _solve(eqn: jex.JaxprEqn, of: Of) -> Work:
+    """A linear solve given as functions: one run of the solver."""
+    solver = getattr(eqn.params["jaxprs"], "solve", None)
+    return of(0.0 if solver is None else jaxpr_flops(solver), Fusion.WHOLE)
+
+
+def _symmetric(eqn: jex.JaxprEqn, of: Of) -> Work:
+    """A matrix times its own transpose, of which half is computed."""
+    return of(float(_size(eqn.invars[0]) * eqn.invars[0].aval.shape[-2]), Fusion.WHOLE, matmul_unit(eqn))
+
+
+def _collective(eqn: jex.JaxprEqn, of: Of) -> Work:
+    return of(sum(_size(v) for v in eqn.outvars), Fusion.WHOLE)
+
+
+def _deep(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Every equation of a kernel's body, those in its loops and branches once."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(inner, jex.Jaxpr | jex.ClosedJaxpr):
+                    yield from _deep(_open(inner))
 
 
 def _sort(eqn: jex.JaxprEqn, of: Of) -> Work:
@@ -291,6 +358,11 @@ _SPECIAL: dict[str, Callable[[jex.JaxprEqn, Of], Work]] = {
     "approx_top_k": _top_k,
     "fft": _fft,
     "dynamic_update_slice": _update_slice,
+    "pallas_call": _kernel,
+    "custom_linear_solve": _solve,
+    "symmetric_product": _symmetric,
+    "lu_pivots_to_permutation": _collective,
+    **dict.fromkeys(COLLECTIVES, _collective),
     **dict.fromkeys(CUMULATIVE, _cumulative),
     **dict.fromkeys(WINDOWS, _window),
     **dict.fromkeys(SCATTERS, _scatter),

@@ -14,6 +14,7 @@ import numpy as np
 
 from rannc_jax.cluster import ClusterSpec, DeviceSpec
 from rannc_jax.contract import Remat
+from rannc_jax.cost.flops import warn_of_unknown
 from rannc_jax.cost.memory import Residual, peak_bytes, residual_bytes, residuals
 from rannc_jax.cost.operations import Line, Twins, differentiable, gradients, open_program
 from rannc_jax.cost.roofline import Kernels, rate
@@ -70,12 +71,22 @@ def open_graph(graph: Graph) -> OpenedGraph:
         if leaf.kind is OutputKind.LOSS and value is not None
     }
     seeds = {v for v in graph.flows if v < len(program.inputs)}
+    _ask_rules(twins)
+    warn_of_unknown()
     return OpenedGraph(
         graph=graph,
         twins=twins,
         gradients=frozenset(gradients(twins.first, seeds, losses)),
         of_equation=tuple(range(a, b) for a, b in itertools.pairwise(starts)),
     )
+
+
+def _ask_rules(twins: Twins) -> None:
+    """Price every operation, bodies of loops included, so that all without a rule are known."""
+    _ = twins.works
+    for bodies in twins.bodies.values():
+        for body, _ in bodies:
+            _ask_rules(body)
 
 
 def node_seconds(opened: OpenedGraph, device: DeviceSpec, rows: int) -> np.ndarray:

@@ -13,11 +13,12 @@ def names(text: str) -> frozenset[str]:
 VIEWS = names(
     "reshape squeeze expand_dims bitcast_convert_type optimization_barrier stop_gradient name "
     "sharding_constraint layout_constraint random_wrap random_unwrap random_clone pvary reshard "
-    "debug_print debug_callback platform_index"
+    "debug_print debug_callback platform_index to_edtype from_edtype tie stage axis_index create_token "
+    "after_all dce_sink pcast"
 )
 MOVES = names(
     "broadcast_in_dim broadcast_to transpose convert_element_type iota iota_2x32_shape rev pad "
-    "concatenate copy copy_p split stack unstack reduce_precision tile device_put empty empty2"
+    "concatenate copy copy_p split stack unstack reduce_precision tile device_put empty empty2 zeros_like"
 )
 SLICES = names("slice dynamic_slice gather")
 ARITHMETIC = names(
@@ -43,9 +44,13 @@ SCATTERS = names(
     "scatter scatter_add scatter-add scatter_mul scatter-mul scatter_min scatter-min scatter_max "
     "scatter-max scatter_sub scatter-sub"
 )
-MATMULS = names("dot_general ragged_dot ragged_dot_general scaled_dot")
+MATMULS = names("dot_general ragged_dot ragged_dot_general scaled_dot scaled_matmul_wrapper")
 CONVOLUTIONS = names("conv_general_dilated")
-ATTENTION = names("dot_product_attention_fwd_wrapper")
+ATTENTION = names("dot_product_attention_fwd_wrapper dot_product_attention_fp8_fwd_wrapper")
+COLLECTIVES = names(
+    "psum pmax pmin psum_invariant ppermute pbroadcast all_to_all ragged_all_to_all all_gather "
+    "all_gather_invariant reduce_scatter"
+)
 RANDOM = names(
     "random_bits random_seed random_fold_in random_split random_gamma threefry2x32 threefry4x32 "
     "philox2x32 philox4x32 rng_bit_generator rng_uniform"
@@ -53,6 +58,8 @@ RANDOM = names(
 CHECKPOINTS = names("remat remat2 checkpoint remat_opt")
 CUSTOM_VJPS = names("custom_vjp_call custom_vjp_call_jaxpr")
 TRANSPARENT = (
-    CHECKPOINTS | CUSTOM_VJPS | names("jit pjit closed_call core_call custom_jvp_call custom_vmap_call")
+    CHECKPOINTS
+    | CUSTOM_VJPS
+    | names("jit pjit closed_call core_call custom_jvp_call custom_vmap_call composite call")
 )
 """Equations with one body that takes exactly their operands, gives exactly their results and runs once."""

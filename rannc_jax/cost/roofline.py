@@ -1,10 +1,11 @@
 """Seconds of a group of operations on a device: the larger of arithmetic and memory time, per kernel.
 
 time = sum over kernels of max(flops / rate, bytes / bandwidth) + launch. The rates of a `DeviceSpec`
-are achieved rates (presets and calibration see to that), so nothing is multiplied in here but the
-share of them that convolutions reach. Backward: a product costs its forward once for each operand
-that needs a gradient; fused elementwise work moves twice its forward bytes (what was saved, and the
-cotangents); a checkpoint repeats its forward. Rematerialisation adds what its mode does again.
+are achieved rates (presets and calibration see to that), so nothing is multiplied in here but its
+`efficiency`, the share of them that convolutions and fused attention reach. Backward: a product costs
+its forward once for each operand that needs a gradient; fused elementwise work moves twice its forward
+bytes (what was saved, and the cotangents); a checkpoint repeats its forward. Rematerialisation adds what
+its mode does again.
 """
 
 import functools
@@ -20,9 +21,6 @@ from rannc_jax.cost.flops import Fusion
 from rannc_jax.cost.fusion import Fused, Kernel, edge_bytes, fuse
 from rannc_jax.cost.operations import Twins, body_gradients
 from rannc_jax.errors import CostError, message
-
-CONVOLUTION_SHARE = 0.6
-"""cuDNN convolutions of ResNet shapes reach about 0.6 of the matrix rate of large products."""
 
 ATTENTION_BACKWARD = 2.5
 """Fused attention multiplies 5 times backward, against 2 forward (Dao, FlashAttention-2, 2023, 3.2)."""
@@ -46,7 +44,7 @@ class _Rows:
     """Columns of a table with one line a kernel; numbers come in pairs, one for each trace."""
 
     unit: list[str] = field(default_factory=list)
-    share: list[float] = field(default_factory=list)
+    kind: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     saved: list[bool] = field(default_factory=list)
     operation: list[int] = field(default_factory=list)
@@ -75,7 +73,7 @@ class Kernels:
         rows = _Rows()
         _measure(rows, twins, self.fused, gradients, times=1, operation=None)
         self._units, self._unit = np.unique(np.asarray(rows.unit, str), return_inverse=True)
-        self._share = np.asarray(rows.share)
+        self._kinds, self._kind = np.unique(np.asarray(rows.kind, str), return_inverse=True)
         self._times = np.asarray(rows.times)
         self._saved = np.asarray(rows.saved, bool)
         self.operation = np.asarray(rows.operation, np.int64)
@@ -125,7 +123,10 @@ class Kernels:
     def _seconds(
         self, device: DeviceSpec, work: np.ndarray, moved: np.ndarray, launches: np.ndarray | float
     ) -> np.ndarray:
-        rates = np.asarray([rate(device, str(unit)) for unit in self._units])[self._unit] * self._share
+        rates = np.asarray([rate(device, str(unit)) for unit in self._units])[self._unit]
+        rates = (
+            rates * np.asarray([device.efficiency.get(str(kind), 1.0) for kind in self._kinds])[self._kind]
+        )
         return np.maximum(work / rates, moved / device.bytes_per_s) + device.launch_s * launches
 
 
@@ -189,9 +190,11 @@ def _add_kernel(
         for opened, works, nbytes in zip((twins.first, twins.second), twins.works, twins.nbytes, strict=True)
     ]
     worked = [sum(works[index].flops for index in kernel.members) for works in twins.works]
-    share = CONVOLUTION_SHARE if op.name in primitives.CONVOLUTIONS else 1.0
+    kind = "convolution" if op.name in primitives.CONVOLUTIONS else ""
+    if op.attention or op.name in primitives.ATTENTION:
+        kind = "attention"
     back = backward_factors(twins, kernel, gradients)
-    _add(rows, units, tuple(worked), tuple(moved), times, root, back, share=share, saved=op.is_matmul)
+    _add(rows, units, tuple(worked), tuple(moved), times, root, back, kind=kind, saved=op.is_matmul)
     rows.back_weight[-1] = _weight_share(twins, kernel, gradients)
 
 
@@ -204,11 +207,11 @@ def _add(
     root: int,
     back: tuple[float, float, float],
     *,
-    share: float = 1.0,
+    kind: str = "",
     saved: bool = False,
 ) -> None:
     rows.unit.append(unit)
-    rows.share.append(share)
+    rows.kind.append(kind)
     rows.times.append(times)
     rows.saved.append(saved)
     rows.operation.append(root)

@@ -9,9 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.slice import Slice, as_function
+from rannc_jax.ir.stage_shape import StageShape
 from rannc_jax.ir.trace import Program
 from rannc_jax.runtime.optimizer import grad_dtype
-from rannc_jax.runtime.shape import StageShape
 from rannc_jax.runtime.stage import Compiled, Spread, StagePrograms
 
 

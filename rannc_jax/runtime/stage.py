@@ -28,7 +28,7 @@ from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.roles import OutputKind
 from rannc_jax.ir.rows import random_rows_hook, row_mask_hook
 from rannc_jax.ir.slice import avals
-from rannc_jax.runtime.shape import StageShape
+from rannc_jax.ir.stage_shape import StageShape
 from rannc_jax.runtime.transfer import DATA_AXIS, sub_mesh_sharding
 
 Compiled = Callable[..., Sequence[Any]]

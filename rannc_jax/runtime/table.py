@@ -18,9 +18,9 @@ from rannc_jax.ir.align import Aligned
 from rannc_jax.ir.batch import LossKind, RowLayout
 from rannc_jax.ir.graph import Graph, written_state
 from rannc_jax.ir.roles import OutputKind, Role
+from rannc_jax.ir.stage_shape import StageShape, stage_shape
 from rannc_jax.runtime.layout import Layout
 from rannc_jax.runtime.ops import Key
-from rannc_jax.runtime.shape import StageShape, stage_shape
 from rannc_jax.runtime.stage import Seeding, Spread, StagePrograms
 
 

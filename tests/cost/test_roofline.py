@@ -1,5 +1,7 @@
 """Kernels: what fuses, which bytes reach memory, and seconds on a roofline."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,3 +191,17 @@ def test_two_traces_of_different_work_are_refused():
 def test_kernels_stand_in_the_order_of_their_roots():
     kernels = kernels_of(lambda x, w: jax.nn.softmax(x @ w) @ w, (None, 64), (64, 64))
     assert np.all(np.diff(kernels.operation) > 0)
+
+
+def test_the_efficiency_of_a_device_slows_its_convolutions_alone():
+    def conv(x, k):
+        return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    slow, fast = (
+        replace(DEVICE, launch_s=0.0, bytes_per_s=1e30, efficiency={"convolution": share})
+        for share in (0.25, 1)
+    )
+    convolution = kernels_of(conv, (None, 8, 8, 16), (3, 3, 16, 16))
+    product = kernels_of(lambda x, w: x @ w, (None, 64), (64, 64))
+    assert convolution.forward_s(slow, 4) == pytest.approx(4 * convolution.forward_s(fast, 4))
+    assert product.forward_s(slow, 4) == product.forward_s(fast, 4) > 0
