@@ -70,7 +70,8 @@ def _check_stages(plan: "Plan", mistakes: Mistakes) -> None:
             mistakes.add(path + "devices", "got none, expected 1 or more")
         if len(set(stage.devices)) < len(stage.devices):
             mistakes.add(path + "devices", f"got {list(stage.devices)}, expected each device once")
-        times = {name: getattr(stage, name) for name in ("forward_s", "backward_s", "weight_s", "tail_s")}
+        times = {"forward_s": stage.forward_s, "backward_s": stage.backward_s}
+        times |= {"weight_s": stage.weight_s, "tail_s": stage.tail_s}
         memory = {f"memory_bytes.{name}": size for name, size in stage.memory_bytes.items()}
         _check_numbers(mistakes, path, times | memory)
     _check_sharing(plan, mistakes)
