@@ -159,15 +159,15 @@ def _optimizer_bytes(
     """Bytes of optimizer state a parameter: a state leaf belongs to the parameter whose path ends its own.
 
     Args:
-        graph: its parameter inputs are the leaves of `params`, in order.
+        graph: its parameter inputs are the leaves of `params` or slices of them, in order.
         params: the user's tree, as shapes.
         optimizer: its `init` is traced, never run.
 
     Raises:
         PlanError: `init` fails on this tree.
     """
-    ids = [v for v, leaf in enumerate(graph.program.inputs) if leaf.role is Role.PARAM]
-    found = dict.fromkeys(ids, 0)
+    leaves = graph.program.leaves(Role.PARAM)
+    found = dict.fromkeys((v for leaf in leaves for v in leaf.positions), 0)
     if optimizer is None:
         return found
     try:
@@ -180,12 +180,12 @@ def _optimizer_bytes(
                 hint="its masks and labels must have the structure of params.",
             )
         ) from error
-    by_path = dict(zip(_key_paths(params), ids, strict=True))
+    by_path = dict(zip(_key_paths(params), leaves, strict=True))
     for path, leaf in zip(_key_paths(state), jax.tree.leaves(state), strict=True):
         ends = (path[start:] for start in range(len(path) + 1))
         owner = next((by_path[end] for end in ends if end in by_path), None)
-        if owner is not None:
-            found[owner] += aval_bytes(leaf)
+        for v in () if owner is None else owner.positions:
+            found[v] += aval_bytes(leaf) // len(owner.positions)
     return found
 
 

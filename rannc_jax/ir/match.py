@@ -23,9 +23,12 @@ def identity_print(program: Program) -> str:
     """Fingerprint of what must be the same: paths, shapes (rows left open) and dtypes of arguments."""
     lines = []
     for leaf in program.inputs:
-        if leaf.role in (Role.PARAM, Role.BATCH, Role.FROZEN, Role.MODEL_STATE):
-            shape = ["rows" if d == leaf.batch_dim else n for d, n in enumerate(leaf.aval.shape)]
-            lines.append(f"{leaf.path} {shape} {leaf.aval.dtype}")
+        if leaf.role not in (Role.PARAM, Role.BATCH, Role.FROZEN, Role.MODEL_STATE):
+            continue
+        path, aval = (leaf.path, leaf.aval) if leaf.part is None else (leaf.part.path, leaf.part.aval)
+        shape = ["rows" if d == leaf.batch_dim else n for d, n in enumerate(aval.shape)]
+        lines.append(f"{path} {shape} {aval.dtype}")
+    lines = list(dict.fromkeys(lines))  # a leaf counts once, however many inputs it has
     return _digest(lines)
 
 

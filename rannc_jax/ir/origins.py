@@ -62,7 +62,7 @@ class Origins:
         return found
 
     def _walk(self, atom: Any, dim: int) -> list[tuple[int | None, int]]:
-        """(position, dim) of inputs behind a value; (None, dim) for leaves that are stacked by the program."""
+        """(position, dim) of inputs behind a value; (None, dim) for leaves that the program stacks."""
         if isinstance(atom, jex.Literal) or atom not in self._lasting:
             return []
         if atom in self._position:

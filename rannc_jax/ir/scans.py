@@ -50,7 +50,7 @@ def open_scans(closed: jex.ClosedJaxpr, inputs: Sequence[InputLeaf], outputs: Se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """What to open: equation index -> name of its layers, and position of an input -> dim it is sliced along."""
+    """What to open: equation index -> name of its layers; position of an input -> dim it is sliced along."""
 
     scans: Mapping[int, str]
     dims: Mapping[int, int]

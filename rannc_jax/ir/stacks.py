@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
 from rannc_jax.ir.batch_rules import BENDING, LINEAR
 from rannc_jax.ir.evaluate import bind
+from rannc_jax.ir.flatten import scope
 
 ELEMENTWISE = frozenset(
     f"{BENDING} {LINEAR} add sub mul div add_any select_n convert_element_type".split()
@@ -137,7 +137,9 @@ def apply(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     )
     how = each(call) if len(eqn.outvars) == 1 else None
     if how is None:
-        return bind(eqn, [joined(value) for value in values])
+        with scope(eqn):
+            wholes = [joined(value) for value in values]
+        return bind(eqn, wholes)
     count = next(v.shape[d] for v, d in zip(values, how.dims, strict=True) if d is not None)
     one = eqn.replace(params=how.params)
     results = []

@@ -1,11 +1,11 @@
 """From a user's function and abstract arguments to a `Program`: what the network is, as data.
 
-A `Program` is a flat closed jaxpr (inline `jit` opened, a `scan` over stacked parameters given as its
-layers, `custom_jvp`, `custom_vjp`, `checkpoint` and other loops whole) whose inputs and outputs carry their
-roles and pytree paths; a leaf that is stacked over such layers is one input a layer. Values are numbered: inputs
-first, then the outputs of the equations in order. The numbers, unlike `Var` objects, mean the same in
-every trace of the same function, whatever the number of batch rows, so everything decided about a
-program (graph, batch analysis, plan) speaks in value ids and equation indices.
+A `Program` is a flat closed jaxpr (inline `jit` opened, a `scan` over layers as its layers; `custom_jvp`,
+`custom_vjp`, `checkpoint` and other loops whole) whose inputs and outputs carry their roles and pytree
+paths. A leaf that is stacked over opened layers is one input a layer. Values are numbered: inputs first,
+then the outputs of the equations in order. The numbers, unlike `Var` objects, mean the same in every trace
+of the same function, whatever the number of batch rows, so everything decided about a program (graph, batch
+analysis, plan) speaks in value ids and equation indices.
 """
 
 import functools
