@@ -190,5 +190,5 @@ def stacked_inside(p: Any, b: Any) -> Any:
 def list_params(num_layers: int = 6) -> dict[str, Any]:
     """Parameters of `stacked_inside`."""
     whole = params(num_layers)
-    layers = [jax.tree.map(lambda x: x[i], whole["layers"]) for i in range(num_layers)]
+    layers = [jax.tree.map(lambda x, i=i: x[i], whole["layers"]) for i in range(num_layers)]
     return {**whole, "layers": layers}
