@@ -31,6 +31,11 @@ class Slicing:
     def num_parts(self) -> int:
         return math.prod(self.lengths)
 
+    @property
+    def slice_slicing(self) -> "Slicing":
+        """How each slice along the first dim is given."""
+        return Slicing(dims=self.dims[1:], lengths=self.lengths[1:])
+
     def indices(self) -> Iterator[tuple[int, ...]]:
         """The place of every part, in the order of the parts."""
         return itertools.product(*map(range, self.lengths))
@@ -53,7 +58,7 @@ class Slicing:
         if not self.dims:
             (whole,) = parts
             return whole
-        inner = Slicing(dims=self.dims[1:], lengths=self.lengths[1:])
+        inner = self.slice_slicing
         size = inner.num_parts
         rows = [inner.join(parts[i : i + size], stack) for i in range(0, len(parts), size)]
         return stack(rows, self.dims[0])

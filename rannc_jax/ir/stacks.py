@@ -108,6 +108,10 @@ class Call:
         """The dim of the first operand that is given in slices."""
         return next(d for d in self.dims if d is not None)
 
+    def length(self, dims: Sequence[int | None]) -> int:
+        """How many slices there are along `dims`; an operand of size 1 there goes with all of them."""
+        return max(shape[d] for shape, d in zip(self.shapes, dims, strict=True) if d is not None)
+
 
 Rule = Callable[[Call], Each | None]
 
@@ -140,11 +144,12 @@ def apply(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
         with scope(eqn):
             wholes = [joined(value) for value in values]
         return bind(eqn, wholes)
-    count = next(v.shape[d] for v, d in zip(values, how.dims, strict=True) if d is not None)
+    count = call.length(how.dims)
     one = eqn.replace(params=how.params)
     results = []
     for i in range(count):
-        operands = [v if d is None else slice_of(v, d, i) for v, d in zip(values, how.dims, strict=True)]
+        pairs = zip(values, how.dims, strict=True)
+        operands = [v if d is None else slice_of(v, d, min(i, v.shape[d] - 1)) for v, d in pairs]
         results.append(apply(one, operands)[0])
     if how.combine is not None:
         return [functools.reduce(how.combine, map(joined, results))]

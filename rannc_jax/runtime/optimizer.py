@@ -34,7 +34,7 @@ from rannc_jax.runtime.homes import (
     split_conditionals,
 )
 from rannc_jax.runtime.stacked import flat_parts, packed
-from rannc_jax.runtime.unstack import result_slicings, unstacked
+from rannc_jax.runtime.unstack import find_slicings, unstacked
 
 Move = Callable[[Sequence[jax.Array], Sequence[RowLayout | None], Mesh], list[jax.Array]]
 
@@ -178,13 +178,19 @@ def _check_kept(what: str, before: Any, after: Any) -> None:
 def _state_slicings(
     update: jex.ClosedJaxpr, params: tuple[Slicing, ...], num_states: int
 ) -> tuple[Slicing, ...]:
-    """How every state leaf is given: as what it becomes, so moments are sliced as their parameter is."""
+    """How every state leaf is given: as what it becomes, else as what it is used with: moments and copies
+    are sliced as their parameter is."""
     found = (WHOLE,) * num_states
     if not any(slicing.dims for slicing in params):
         return found
     while True:
-        becomes = result_slicings(update.jaxpr, (*params, *params, *found, WHOLE))[len(params) :]
-        fresh = tuple(old if old.dims else new for old, new in zip(found, becomes, strict=True))
+        seen = find_slicings(update.jaxpr, (*params, *params, *found, WHOLE))
+        becomes = seen.results[len(params) :]
+        first = 2 * len(params)
+        fresh = tuple(
+            old if old.dims else new if new.dims else seen.met.get(first + j, WHOLE)
+            for j, (old, new) in enumerate(zip(found, becomes, strict=True))
+        )
         if fresh == found:
             return found
         found = fresh

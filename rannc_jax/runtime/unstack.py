@@ -6,7 +6,8 @@ slice, sums over a leaf become sums of sums. What looks at a whole leaf in anoth
 array; where its slices live on several stages, cutting then says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -43,30 +44,59 @@ def unstacked(closed: jex.ClosedJaxpr, ins: Slicings, outs: Slicings) -> jex.Clo
     return jax.make_jaxpr(run)(*specs)
 
 
-def result_slicings(jaxpr: jex.Jaxpr, ins: Slicings) -> list[Slicing]:
-    """How the outputs come out of slice-by-slice work if the inputs are given so."""
-    found: dict[jex.Var, Slicing] = dict.fromkeys(jaxpr.constvars, WHOLE)
-    found.update(zip(jaxpr.invars, ins, strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """How the outputs of a program come out, and what inputs given whole were seen together with.
 
-    def of(atom: Any) -> Slicing:
-        return WHOLE if isinstance(atom, jex.Literal) else found[atom]
+    Args:
+        results: by output.
+        met: position of an input given whole -> slicing of an operand of its shape that it meets.
+    """
 
+    results: list[Slicing]
+    met: dict[int, Slicing]
+
+
+def find_slicings(jaxpr: jex.Jaxpr, ins: Slicings) -> Found:
+    """How slice-by-slice work gives the outputs if the inputs are given so."""
+    slicings: dict[jex.Var, Slicing] = dict.fromkeys(jaxpr.constvars, WHOLE)
+    slicings.update(zip(jaxpr.invars, ins, strict=True))
+    met: dict[jex.Var, Slicing] = {}
     for eqn in jaxpr.eqns:
-        given = [of(atom) for atom in eqn.invars]
+        given = [_of(slicings, atom) for atom in eqn.invars]
         if eqn.primitive.name == "cond":
-            outs = _cond_slicings(eqn, given)
+            inner = _in_branches(eqn, given)
+            outs, meetings = inner.results, {eqn.invars[k + 1]: s for k, s in inner.met.items()}
         elif len(eqn.outvars) == 1:
-            outs = [_slicing(eqn.primitive.name, eqn.params, [a.aval.shape for a in eqn.invars], given)]
+            shapes = [atom.aval.shape for atom in eqn.invars]
+            outs = [_slicing(eqn.primitive.name, eqn.params, shapes, given)]
+            meetings = {
+                atom: outs[0]
+                for atom in eqn.invars
+                if outs[0].dims
+                and not isinstance(atom, jex.Literal)
+                and atom.aval.shape == eqn.outvars[0].aval.shape
+            }
         else:
-            outs = [WHOLE] * len(eqn.outvars)
-        found.update(zip(eqn.outvars, outs, strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
+            outs, meetings = [WHOLE] * len(eqn.outvars), {}
+        slicings.update(zip(eqn.outvars, outs, strict=True))
+        met = {**meetings, **met}
+    return Found(
+        results=[_of(slicings, atom) for atom in jaxpr.outvars],
+        met={k: met[var] for k, var in enumerate(jaxpr.invars) if var in met and not ins[k].dims},
+    )
 
 
-def _cond_slicings(eqn: jex.JaxprEqn, given: Slicings) -> list[Slicing]:
+def _of(slicings: Mapping[jex.Var, Slicing], atom: Any) -> Slicing:
+    return WHOLE if isinstance(atom, jex.Literal) else slicings[atom]
+
+
+def _in_branches(eqn: jex.JaxprEqn, given: Slicings) -> Found:
     """Sliced as the first branch that slices it says."""
-    cases = [result_slicings(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
-    return [next((s for s in case if s.dims), WHOLE) for case in zip(*cases, strict=True)]
+    cases = [find_slicings(branch.jaxpr, given[1:]) for branch in reversed(eqn.params["branches"])]
+    columns = zip(*(case.results for case in cases), strict=True)
+    met = {k: slicing for case in cases for k, slicing in case.met.items()}
+    return Found(results=[next((s for s in column if s.dims), WHOLE) for column in columns], met=met)
 
 
 def _slicing(
@@ -75,15 +105,16 @@ def _slicing(
     if not any(slicing.dims for slicing in given):
         return WHOLE
     dims = tuple(slicing.dims[0] if slicing.dims else None for slicing in given)
-    how = each(Call(name=name, params=params, shapes=tuple(shapes), dims=dims))
+    call = Call(name=name, params=params, shapes=tuple(shapes), dims=dims)
+    how = each(call)
     if how is None or how.dim is None:
         return WHOLE
-    length = next(shape[d] for shape, d in zip(shapes, how.dims, strict=True) if d is not None)
+    length = call.length(how.dims)
     inner_shapes, inner = [], []
     for shape, slicing, d in zip(shapes, given, how.dims, strict=True):
         followed = slicing.dims[:1] == (d,)
-        inner.append(Slicing(dims=slicing.dims[1:], lengths=slicing.lengths[1:]) if followed else WHOLE)
-        inner_shapes.append(shape if d is None else Slicing(dims=(d,), lengths=(length,)).part_shape(shape))
+        inner.append(slicing.slice_slicing if followed else WHOLE)
+        inner_shapes.append(shape if d is None else Slicing(dims=(d,), lengths=(1,)).part_shape(shape))
     rest = _slicing(name, how.params, inner_shapes, inner)
     return Slicing(dims=(how.dim, *rest.dims), lengths=(length, *rest.lengths))
 
@@ -106,7 +137,7 @@ def _cond(eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """A conditional over stacks is one over their slices."""
     index, values = joined(operands[0]), operands[1:]
     ins = [slicing_of(value) for value in values]
-    outs = _cond_slicings(eqn, [WHOLE, *ins])
+    outs = _in_branches(eqn, [WHOLE, *ins]).results
     branches = [jex.jaxpr_as_fun(unstacked(branch, ins, outs)) for branch in eqn.params["branches"]]
     parts = [part for value, slicing in zip(values, ins, strict=True) for part in _parts(value, slicing)]
     return _stacks(jax.lax.switch(index, branches, *parts), outs)
@@ -133,5 +164,5 @@ def _as_stack(rows: Sequence[Any], dim: int) -> Stack:
 def _parts(value: Any, slicing: Slicing) -> list[Any]:
     if not slicing.dims:
         return [joined(value)]
-    inner = Slicing(dims=slicing.dims[1:], lengths=slicing.lengths[1:])
-    return [part for one in slices_of(value, slicing.dims[0]) for part in _parts(one, inner)]
+    rows = slices_of(value, slicing.dims[0])
+    return [part for row in rows for part in _parts(row, slicing.slice_slicing)]
