@@ -2,8 +2,9 @@
 
 The user's leaf has one shape, `[layers, ...]`; its slices live on the stages of their layers and are never
 put together on a device unless someone asks for it. A `StackedArray` is that leaf: shape and dtype of the
-whole, one array a layer. NumPy and `jax.numpy` take it for the joined array; arithmetic with scalars and
-with leaves of the same form goes slice by slice, where the slices live.
+whole, one array a layer. NumPy and `jnp.asarray` take it for the joined array; arithmetic with scalars and
+with leaves of the same form goes slice by slice, where the slices live. (JAX's own compiled functions take
+arrays only: `jnp.asarray(leaf)` first.)
 """
 
 from collections.abc import Iterator, Sequence
