@@ -59,12 +59,19 @@ def anchor_print(graph: Graph) -> str:
     return _digest(lines)
 
 
-def block_coordinates(graph: Graph, nodes: Iterable[int]) -> tuple[Ranges, Ranges]:
-    """(ranges of equations, ranges of anchors) of some nodes: what a plan remembers of a block."""
-    chosen = set(nodes)
-    equations = sorted(e for n in chosen for e in graph.nodes[n].equations)
-    anchors = [k for k, n in enumerate(anchor_nodes(graph)) if n in chosen]
-    return _ranges(equations), _ranges(anchors)
+def block_coordinates(graph: Graph, blocks: Iterable[Iterable[int]]) -> list[tuple[Ranges, Ranges]]:
+    """Per block, its (ranges of equations, ranges of anchors): what a plan remembers of it.
+
+    Args:
+        graph: the graph.
+        blocks: the nodes of each block.
+    """
+    number = {n: k for k, n in enumerate(anchor_nodes(graph))}
+    found = []
+    for nodes in map(set, blocks):
+        equations = sorted(e for n in nodes for e in graph.nodes[n].equations)
+        found.append((_ranges(equations), _ranges(sorted(number[n] for n in nodes if n in number))))
+    return found
 
 
 def find_stages(graph: Graph, plan: Plan) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], bool]:
