@@ -22,6 +22,7 @@ from rannc_jax.ir.batch import Coupling, CouplingKind, LossKind
 from rannc_jax.ir.example import Example, Subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import anchor_print, block_coordinates, identity_print, program_print
+from rannc_jax.ir.paths import spanned_path
 from rannc_jax.ir.roles import Role
 from rannc_jax.ir.trace import aval_bytes
 from rannc_jax.partition.atomic import atoms
@@ -213,7 +214,11 @@ def _assemble(
         num_microbatches=decision.num_microbatches,
         schedule=decision.schedule.name,
         blocks=tuple(
-            Block(path=block.path, equations=equations, anchors=anchors)
+            Block(
+                path=spanned_path(graph.nodes[n].path for n in block.nodes),
+                equations=equations,
+                anchors=anchors,
+            )
             for block, (equations, anchors) in zip(blocks, coordinates, strict=True)
         ),
         stages=decision.stages,
