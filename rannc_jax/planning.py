@@ -185,8 +185,9 @@ def _optimizer_bytes(
     for path, leaf in zip(_key_paths(state), jax.tree.leaves(state), strict=True):
         ends = (path[start:] for start in range(len(path) + 1))
         owner = next((by_path[end] for end in ends if end in by_path), None)
-        for v in () if owner is None else owner.positions:
-            found[v] += aval_bytes(leaf) // len(owner.positions)
+        if owner is not None:
+            share = aval_bytes(leaf) // len(owner.positions)
+            found.update({v: found[v] + share for v in owner.positions})
     return found
 
 

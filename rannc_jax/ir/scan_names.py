@@ -65,6 +65,6 @@ def without_name(body: jex.ClosedJaxpr, name: str) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(body.jaxpr.replace(eqns=eqns), body.consts)
 
 
-def named(eqn: jex.JaxprEqn, name: str, turn: int) -> AbstractContextManager[None]:
+def named(eqn: jex.JaxprEqn, name: str, turn: int) -> AbstractContextManager[object]:
     """A context in which equations lie in one layer."""
     return jax.named_scope(layer_scope(eqn, name, turn))

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
+from rannc_jax.ir.checkpoints import CHECKPOINTS, body_of, inside_out
 from rannc_jax.ir.evaluate import bind, read
 from rannc_jax.ir.flatten import drop_dead, flatten, scope
 from rannc_jax.ir.leaves import WHOLE, InputLeaf, OutputLeaf, Part, Slicing, leaf_path
@@ -42,10 +43,38 @@ def open_scans(closed: jex.ClosedJaxpr, inputs: Sequence[InputLeaf], outputs: Se
 
     Complexity: linear in the equations of the result, once a level of nested scans.
     """
-    opened = Opened(jaxpr=closed, inputs=tuple(inputs), outputs=tuple(outputs))
+    roles = [leaf.role for leaf in inputs]
+    opened = Opened(jaxpr=_spread(closed, roles), inputs=tuple(inputs), outputs=tuple(outputs))
     while (choice := _choose(opened)) is not None:
         opened = _open(opened, choice)
     return opened
+
+
+def _spread(closed: jex.ClosedJaxpr, roles: Sequence[Role]) -> jex.ClosedJaxpr:
+    """The program with checkpoints around loops over layers moved into the loops."""
+    candidates = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name in CHECKPOINTS]
+    origins = Origins(closed.jaxpr, roles) if candidates else None
+    found = {id(eqn) for eqn in candidates if origins is not None and _holds_layers(eqn, origins)}
+    if not found:
+        return closed
+
+    def run(*args: Any) -> list[Any]:
+        jaxpr = closed.jaxpr
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+        for eqn in jaxpr.eqns:
+            apply_one = inside_out if id(eqn) in found else bind
+            env.update(zip(eqn.outvars, apply_one(eqn, [read(env, a) for a in eqn.invars]), strict=True))
+        return [read(env, atom) for atom in jaxpr.outvars]
+
+    return jax.make_jaxpr(run)(
+        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
+    )
+
+
+def _holds_layers(eqn: jex.JaxprEqn, origins: Origins) -> bool:
+    body = body_of(eqn).jaxpr
+    inside = Origins(body, [Role.PARAM if origins.parameters([a]) else Role.BATCH for a in eqn.invars])
+    return any(one.primitive.name == "scan" and _is_over_layers(one, inside) for one in body.eqns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +140,8 @@ def _alike(program: Opened, dims: Mapping[int, int]) -> dict[int, int]:
 
 def _open(program: Opened, choice: _Choice) -> Opened:
     """Trace the program again with the chosen scans as copies and the chosen inputs in parts."""
-    inputs = [_parts(leaf, choice.dims.get(k)) for k, leaf in enumerate(program.inputs)]
+    inputs = [_input_parts(leaf, choice.dims.get(k)) for k, leaf in enumerate(program.inputs)]
     dims = _output_dims(program, choice.dims)
-    outputs: list[OutputLeaf] = []
 
     def run(*args: Any) -> list[Any]:
         given = iter(args)
@@ -123,15 +151,12 @@ def _open(program: Opened, choice: _Choice) -> Opened:
             values.append(Stack(slices=parts, dim=choice.dims[k]) if k in choice.dims else parts[0])
         results = []
         for k, value in enumerate(_run(program.jaxpr, values, choice.scans)):
-            leaf, dim = program.outputs[k], dims.get(k)
-            whole = jax.ShapeDtypeStruct(value.shape, joined(value).dtype) if dim is not None else None
-            outputs.extend([leaf] if whole is None else _parts(leaf, dim, whole))
-            results += [joined(value)] if dim is None else slices_of(value, dim)
+            results += slices_of(value, dims[k]) if k in dims else [joined(value)]
         return results
 
-    flat = [leaf for group in inputs for leaf in group]
+    flat = tuple(leaf for group in inputs for leaf in group)
     closed = jax.make_jaxpr(run)(*(leaf.aval for leaf in flat))
-    return Opened(jaxpr=drop_dead(closed), inputs=tuple(flat), outputs=tuple(outputs))
+    return Opened(jaxpr=drop_dead(closed), inputs=flat, outputs=_output_parts(program, dims))
 
 
 def _output_dims(program: Opened, dims: Mapping[int, int]) -> dict[int, int]:
@@ -141,27 +166,33 @@ def _output_dims(program: Opened, dims: Mapping[int, int]) -> dict[int, int]:
     return {out: dims[k] for k, out in zip(states, outs, strict=False) if k in dims}
 
 
-def _parts(leaf: Any, dim: int | None, aval: jax.ShapeDtypeStruct | None = None) -> list[Any]:
-    """An input or output as its slices along a dim; as it is without one."""
+def _input_parts(leaf: InputLeaf, dim: int | None) -> list[InputLeaf]:
+    """An input as its slices along a dim; as it is without one."""
     if dim is None:
         return [leaf]
-    aval = leaf.aval if aval is None else aval
-    length = aval.shape[dim]
-    before = leaf.part
-    slicing = (WHOLE if before is None else before.slicing).then(dim, length)
-    path, whole = (leaf.path, aval) if before is None else (before.path, before.aval)
-    index = () if before is None else before.index
-    changes: dict[str, Any] = {}
-    if isinstance(leaf, InputLeaf):
-        changes["aval"] = jax.ShapeDtypeStruct(Slicing(dims=(dim,)).part_shape(aval.shape), aval.dtype)
+    shape = Slicing(dims=(dim,)).part_shape(leaf.aval.shape)
+    aval = jax.ShapeDtypeStruct(shape, leaf.aval.dtype)
+    return [replace(leaf, path=p, part=part, aval=aval) for p, part in _parts(leaf, dim, leaf.aval)]
+
+
+def _output_parts(program: Opened, dims: Mapping[int, int]) -> tuple[OutputLeaf, ...]:
+    found: list[OutputLeaf] = []
+    for k, (leaf, aval) in enumerate(zip(program.outputs, program.jaxpr.out_avals, strict=True)):
+        if k in dims:
+            found += [replace(leaf, path=p, part=part) for p, part in _parts(leaf, dims[k], aval)]
+        else:
+            found.append(leaf)
+    return tuple(found)
+
+
+def _parts(leaf: InputLeaf | OutputLeaf, dim: int, aval: Any) -> list[tuple[str, Part]]:
+    """Path and place of every slice of an input or output along a dim."""
+    whole = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    before = leaf.part or Part(path=leaf.path, aval=whole, slicing=WHOLE, index=())
+    slicing = before.slicing.then(dim, aval.shape[dim])
     return [
-        replace(
-            leaf,
-            path=f"{leaf.path}[{':, ' * dim}{i}]",
-            part=Part(path=path, aval=whole, slicing=slicing, index=(*index, i)),
-            **changes,
-        )
-        for i in range(length)
+        (f"{leaf.path}[{':, ' * dim}{i}]", replace(before, slicing=slicing, index=(*before.index, i)))
+        for i in range(aval.shape[dim])
     ]
 
 

@@ -80,7 +80,8 @@ def find_slicings(jaxpr: jex.Jaxpr, ins: Slicings) -> Found:
         else:
             outs, meetings = [WHOLE] * len(eqn.outvars), {}
         slicings.update(zip(eqn.outvars, outs, strict=True))
-        met = {**meetings, **met}
+        for var, slicing in meetings.items():
+            met.setdefault(var, slicing)
     return Found(
         results=[_of(slicings, atom) for atom in jaxpr.outvars],
         met={k: met[var] for k, var in enumerate(jaxpr.invars) if var in met and not ins[k].dims},

@@ -8,6 +8,7 @@ from jax.extend import core as jex
 
 from rannc_jax.contract import LossOut
 from rannc_jax.ir import prepare
+from rannc_jax.ir.checkpoints import CHECKPOINTS
 from rannc_jax.ir.example import make_example, subject
 from rannc_jax.ir.leaves import Slicing
 from rannc_jax.ir.match import identity_print, program_print
@@ -107,6 +108,31 @@ def test_a_checkpoint_around_the_body_stays_whole_in_every_layer():
     program = check_same(networks.plain(jax.checkpoint(layer)), networks.params(3))
     bodies = [eqn for eqn in program.eqns if eqn.primitive.name in ("checkpoint", "remat2")]
     assert [module_path(eqn) for eqn in bodies] == ["layers/0", "layers/1", "layers/2"]
+
+
+def test_a_checkpoint_around_the_loop_goes_around_every_layer():
+    @jax.checkpoint
+    def network(p, x):
+        h = jnp.sin(p["embed"][x])
+        h, _ = jax.lax.scan(lambda h, q: (layer(q, h), None), h, p["layers"])
+        return jnp.cos(h) @ p["embed"].T
+
+    def fn(p, b):
+        return networks.next_token_loss(network(p, b["x"]), b["y"])
+
+    program = check_same(fn, networks.params(3))
+    assert is_open(program)
+    bodies = [module_path(eqn) for eqn in program.eqns if eqn.primitive.name in CHECKPOINTS]
+    assert bodies == ["", "layers/0", "layers/1", "layers/2", ""]
+    assert len([leaf for leaf in program.inputs if leaf.part is not None]) == 6 * 3
+
+
+def test_a_checkpoint_without_layers_stays_as_it_is():
+    def fn(params, batch):
+        return jax.checkpoint(recurrent)(params, batch) + square(params["w"])
+
+    program = check_same(fn, {"w": normal(RNG, WIDTH, WIDTH)}, X)
+    assert len([name for name in primitives(program) if name in CHECKPOINTS]) == 1
 
 
 @pytest.mark.parametrize("axis", [0, 1])
