@@ -100,7 +100,7 @@ class Call:
 
     name: str
     params: dict[str, Any]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Sequence[Sequence[int]]
     dims: tuple[int | None, ...]
 
     @property

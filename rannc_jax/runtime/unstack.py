@@ -61,7 +61,7 @@ def find_slicings(jaxpr: jex.Jaxpr, ins: Slicings) -> Found:
     """How slice-by-slice work gives the outputs if the inputs are given so."""
     slicings: dict[jex.Var, Slicing] = dict.fromkeys(jaxpr.constvars, WHOLE)
     slicings.update(zip(jaxpr.invars, ins, strict=True))
-    met: dict[jex.Var, Slicing] = {}
+    met: dict[Any, Slicing] = {}
     for eqn in jaxpr.eqns:
         given = [_of(slicings, atom) for atom in eqn.invars]
         if eqn.primitive.name == "cond":
