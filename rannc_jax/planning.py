@@ -24,7 +24,8 @@ from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import anchor_print, block_coordinates, identity_print, program_print
 from rannc_jax.ir.paths import spanned_path
 from rannc_jax.ir.roles import Role
-from rannc_jax.ir.trace import aval_bytes
+from rannc_jax.ir.scans import closed_scans
+from rannc_jax.ir.trace import aval_bytes, module_path, source_line
 from rannc_jax.partition.atomic import atoms
 from rannc_jax.partition.block import NodeBlock, coarsen
 from rannc_jax.partition.constraints import AUTO, Constraints
@@ -231,7 +232,7 @@ def _assemble(
         bubble_fraction=decision.bubble_fraction,
         bound_s=decision.bound_s,
         runners_up=decision.runners_up,
-        notes=(*_batch_notes(graph, decision), *decision.notes),
+        notes=(*_batch_notes(graph, decision), *_loop_notes(graph), *decision.notes),
         versions={"rannc_jax": _version(), "jax": jax.__version__, "numpy": np.__version__},
     )
 
@@ -257,6 +258,18 @@ def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
     if graph.info.loss is not None and graph.info.loss.kind is LossKind.MEAN_OF_MEANS:
         notes.append("the loss is no plain mean, sum or sum(a)/sum(w): it is the mean over microbatches.")
     return tuple(notes)
+
+
+def _loop_notes(graph: Graph) -> tuple[str, ...]:
+    """Why the first loop with parameters is one piece, if there is one."""
+    program = graph.program
+    closed = closed_scans(program.jaxpr.jaxpr, [leaf.role for leaf in program.inputs])
+    if not closed:
+        return ()
+    eqn, why = closed[0]
+    where = module_path(eqn) or source_line(eqn) or "the function"
+    more = f", like {len(closed) - 1} more" if len(closed) > 1 else ""
+    return (f"the scan in {where} is not cut{more}: {why}.",)
 
 
 def _version() -> str:

@@ -12,6 +12,11 @@ from rannc_jax import ClusterSpec, DeviceGroup
 from rannc_jax.cost import device_preset, link_preset
 from tests import scan_networks as networks
 
+CPU = ClusterSpec(
+    groups=(DeviceGroup(device=device_preset("cpu"), count_per_host=2),),
+    intra_host=link_preset("host"),
+    inter_host=link_preset("host"),
+)
 LAYERS, WIDTH, VOCABULARY = 96, 1024, 32000
 
 
@@ -37,3 +42,19 @@ def test_96_flax_layers_are_planned_for_32_devices_in_seconds():
     assert all(re.match(r"Scanned/layers/\d+", path) for path in first)
     total = sum(leaf.size for leaf in jax.tree.leaves(params)) * 4
     assert sum(stage.memory_bytes["parameters"] for stage in plan.stages) == total
+
+
+def test_a_plan_says_why_a_loop_is_not_cut():
+    def loss_fn(p, b):
+        def turn(h, x):
+            return jnp.tanh(h @ p["w"] + x), None
+
+        h, _ = jax.lax.scan(turn, b["x"][:, 0], jnp.moveaxis(b["x"], 1, 0))
+        return jnp.mean((h @ p["out"]) ** 2)
+
+    params = {"w": jnp.ones((8, 8)), "out": jnp.ones((8, 8))}
+    plan = rannc_jax.make_plan(
+        loss_fn, params, {"x": jnp.ones((4, 3, 8))}, optimizer=optax.sgd(0.1), mesh=CPU
+    )
+    (note,) = [note for note in plan.notes if "scan" in note]
+    assert "is not cut: every turn reads the same parameters" in note

@@ -108,12 +108,39 @@ def _xs(eqn: jex.JaxprEqn) -> Sequence[Any]:
     return eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
 
 
+def closed_scans(jaxpr: jex.Jaxpr, roles: Sequence[Role]) -> list[tuple[jex.JaxprEqn, str]]:
+    """The loops with parameters that were not opened, and why.
+
+    Args:
+        jaxpr: after `open_scans`.
+        roles: of its invars.
+    """
+    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    origins = Origins(jaxpr, roles) if loops else None
+    found = []
+    for eqn in loops:
+        assert origins is not None
+        sliced, shared, _ = _parameters(eqn, origins)
+        if sliced:
+            why = f"its turns share {shared} bytes of parameters and have {sliced} of their own"
+            found.append((eqn, why))
+        elif shared:
+            found.append((eqn, "every turn reads the same parameters"))
+    return found
+
+
 def _is_over_layers(eqn: jex.JaxprEqn, origins: Origins) -> bool:
     """Whether the copies of a loop would have more parameters of their own than in common.
 
     A loop over time may slice a table of positions, a vector a turn, beside the matrices that all turns
     share: without a matrix in the slices a loop is one over layers only if nothing is shared.
     """
+    sliced, shared, has_matrices = _parameters(eqn, origins)
+    return sliced > 0 and sliced >= shared and (has_matrices or shared == 0)
+
+
+def _parameters(eqn: jex.JaxprEqn, origins: Origins) -> tuple[int, int, bool]:
+    """Bytes of parameters that a loop slices, and that it reads every turn; whether slices are matrices."""
     sliced: dict[int, int] = {}
     shared = dict(origins.parameters(eqn.invars[: eqn.params["num_consts"]]))
     has_matrices = False
@@ -124,8 +151,7 @@ def _is_over_layers(eqn: jex.JaxprEqn, origins: Origins) -> bool:
             has_matrices |= bool(roots) and len(x.aval.shape) > 2
         else:
             shared.update(roots)
-    total, common = sum(sliced.values()), sum(shared.values())
-    return total > 0 and total >= common and (has_matrices or common == 0)
+    return sum(sliced.values()), sum(shared.values()), has_matrices
 
 
 def _alike(program: Opened, dims: Mapping[int, int]) -> dict[int, int]:

@@ -74,6 +74,17 @@ def test_what_differs_has_another_key(body):
     assert found[0] not in found[1:]
 
 
+def test_another_dtype_of_a_weight_has_another_key():
+    layers = [{"w": shape(WIDTH, WIDTH, dtype=d)} for d in (jnp.bfloat16, jnp.float16, jnp.bfloat16)]
+
+    def mixed(i, p, x, _):  # a cast would be prologue, not part of the layer
+        contracted = (((1,), (0,)), ((), ()))
+        return jnp.tanh(jax.lax.dot_general(x, p["w"], contracted, preferred_element_type=jnp.float32))
+
+    found = keys(mixed, layers)
+    assert found[0] == found[2] != found[1]
+
+
 def test_another_width_has_another_key():
     found = keys(lambda i, p, x, _: block(p, x), [weights(12), weights(10), weights(12)])
     assert found[0] == found[2] != found[1]
