@@ -114,4 +114,4 @@ class Repeats:
 
 def _aval(atom: Any) -> Hashable:
     aval = atom.aval
-    return (getattr(aval, "shape", None), str(getattr(aval, "dtype", aval)))
+    return (getattr(aval, "shape", None), getattr(aval, "dtype", None))
