@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from rannc_jax.ir.roles import Role
-from rannc_jax.ir.stacks import Call, each
+from rannc_jax.ir.stack_rules import Call, each
 
 # What holds numbers of the model. Constants may be sliced by a loop too, but then stay as they are.
 _MODEL = frozenset({Role.PARAM, Role.FROZEN, Role.MODEL_STATE})

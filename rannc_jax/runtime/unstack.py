@@ -15,7 +15,8 @@ from jax.extend import core as jex
 
 from rannc_jax.ir.evaluate import read
 from rannc_jax.ir.leaves import WHOLE, Slicing
-from rannc_jax.ir.stacks import Call, Stack, apply, each, joined, slices_of
+from rannc_jax.ir.stack_rules import Call, each
+from rannc_jax.ir.stacks import Stack, apply, joined, slices_of
 
 Slicings = Sequence[Slicing]
 
