@@ -25,8 +25,10 @@ from rannc_jax.ir.batch import Coupling, CouplingKind, LossKind
 from rannc_jax.ir.example import Example, Subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.match import anchor_print, block_coordinates, identity_print, program_print
+from rannc_jax.ir.paths import spanned_path
 from rannc_jax.ir.roles import Role
-from rannc_jax.ir.trace import aval_bytes, trace
+from rannc_jax.ir.scans import closed_scans
+from rannc_jax.ir.trace import aval_bytes, module_path, source_line, trace
 from rannc_jax.partition.atomic import atoms
 from rannc_jax.partition.block import NodeBlock, coarsen
 from rannc_jax.partition.constraints import AUTO, Constraints
@@ -202,15 +204,15 @@ def _optimizer_bytes(
     """Bytes of optimizer state a parameter: a state leaf belongs to the parameter whose path ends its own.
 
     Args:
-        graph: its parameter inputs are the leaves of `params`, in order.
+        graph: its parameter inputs are the leaves of `params` or slices of them, in order.
         params: the user's tree, as shapes.
         optimizer: its `init` is traced, never run.
 
     Raises:
         PlanError: `init` fails on this tree.
     """
-    ids = [v for v, leaf in enumerate(graph.program.inputs) if leaf.role is Role.PARAM]
-    found = dict.fromkeys(ids, 0)
+    leaves = graph.program.leaves(Role.PARAM)
+    found = dict.fromkeys((v for leaf in leaves for v in leaf.positions), 0)
     if optimizer is None:
         return found
     try:
@@ -223,12 +225,13 @@ def _optimizer_bytes(
                 hint="its masks and labels must have the structure of params.",
             )
         ) from error
-    by_path = dict(zip(_key_paths(params), ids, strict=True))
+    by_path = dict(zip(_key_paths(params), leaves, strict=True))
     for path, leaf in zip(_key_paths(state), jax.tree.leaves(state), strict=True):
         ends = (path[start:] for start in range(len(path) + 1))
         owner = next((by_path[end] for end in ends if end in by_path), None)
         if owner is not None:
-            found[owner] += aval_bytes(leaf)
+            share = aval_bytes(leaf) // len(owner.positions)
+            found.update({v: found[v] + share for v in owner.positions})
     return found
 
 
@@ -241,7 +244,7 @@ def _key_paths(tree: Any) -> list[tuple[str, ...]]:
 def _assemble(
     graph: Graph, blocks: Sequence[NodeBlock], decision: Decision, example: Example, request: Request
 ) -> Plan:
-    coordinates = [block_coordinates(graph, block.nodes) for block in blocks]
+    coordinates = block_coordinates(graph, [block.nodes for block in blocks])
     info = graph.info
     kinds = {c.kind for c in info.couplings}
     batching = "separable"
@@ -256,7 +259,11 @@ def _assemble(
         num_microbatches=decision.num_microbatches,
         schedule=decision.schedule.name,
         blocks=tuple(
-            Block(path=block.path, equations=equations, anchors=anchors)
+            Block(
+                path=spanned_path(graph.nodes[n].path for n in block.nodes),
+                equations=equations,
+                anchors=anchors,
+            )
             for block, (equations, anchors) in zip(blocks, coordinates, strict=True)
         ),
         stages=decision.stages,
@@ -268,7 +275,7 @@ def _assemble(
         bubble_fraction=decision.bubble_fraction,
         bound_s=decision.bound_s,
         runners_up=decision.runners_up,
-        notes=(*_batch_notes(graph, decision), *decision.notes),
+        notes=(*_batch_notes(graph, decision), *_loop_notes(graph), *decision.notes),
         versions={"rannc_jax": _version(), "jax": jax.__version__, "numpy": np.__version__},
     )
 
@@ -294,6 +301,18 @@ def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
     if graph.info.loss is not None and graph.info.loss.kind is LossKind.MEAN_OF_MEANS:
         notes.append("the loss is no plain mean, sum or sum(a)/sum(w): it is the mean over microbatches.")
     return tuple(notes)
+
+
+def _loop_notes(graph: Graph) -> tuple[str, ...]:
+    """Why the first loop with parameters is one piece, if there is one."""
+    program = graph.program
+    closed = closed_scans(program.jaxpr.jaxpr, [leaf.role for leaf in program.inputs])
+    if not closed:
+        return ()
+    eqn, why = closed[0]
+    where = module_path(eqn) or source_line(eqn) or "the function"
+    more = f", like {len(closed) - 1} more" if len(closed) > 1 else ""
+    return (f"the scan in {where} is not cut{more}: {why}.",)
 
 
 def _version() -> str:

@@ -23,6 +23,7 @@ from rannc_jax.cost.table import BlockCost, BlockValue, Priced, TiedState
 from rannc_jax.errors import CostError, message
 from rannc_jax.ir.graph import VIEWS, Graph
 from rannc_jax.ir.paths import common_path
+from rannc_jax.ir.repeats import Repeats
 from rannc_jax.ir.roles import OutputKind, Role
 
 Oracle = Callable[[tuple[int, ...], Remat, int], int]
@@ -154,7 +155,7 @@ class GraphTable:
         self, opened: OpenedGraph, blocks: Sequence[Sequence[int]], state: State, oracle: Oracle | None
     ) -> None:
         graph = opened.graph
-        self._priced = [_Block(opened, tuple(nodes), oracle) for nodes in blocks]
+        self._priced = _shared(opened, blocks, oracle)
         self._state = state
         paths = [common_path(graph.nodes[n].path for n in nodes) for nodes in blocks]
         self._blocks = tuple(
@@ -202,8 +203,24 @@ class GraphTable:
         )
 
 
+def _shared(opened: OpenedGraph, blocks: Sequence[Sequence[int]], oracle: Oracle | None) -> list["_Block"]:
+    """The costs of every block; blocks that are copies of each other share one object."""
+    program = opened.graph.program
+    prologue = {v for e in opened.graph.prologue for v in program.writes(e)}
+
+    def mark(value: int) -> tuple[bool, bool, Role | None]:
+        role = program.inputs[value].role if value < len(program.inputs) else None
+        return value in opened.gradients, value in prologue, role
+
+    repeats = Repeats(opened.graph, mark)
+    keys = [repeats.key(nodes) for nodes in blocks]
+    first = dict(reversed(list(zip(keys, blocks, strict=True))))
+    distinct = {key: _Block(opened, tuple(nodes), oracle) for key, nodes in first.items()}
+    return [distinct[key] for key in keys]
+
+
 class _Block:
-    """Costs of one block, each computed when first asked for."""
+    """Costs of one block and of its copies, each computed when first asked for."""
 
     def __init__(self, opened: OpenedGraph, nodes: tuple[int, ...], oracle: Oracle | None) -> None:
         self.opened = opened

@@ -111,7 +111,7 @@ def abstract(tree: Any) -> Any:
     def leaf(x: Any) -> jax.ShapeDtypeStruct:
         if isinstance(x, (bool, int, float, complex)):
             x = jnp.asarray(x)
-        elif not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        elif not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and not hasattr(x, "__jax_array__"):
             x = np.asarray(x)  # numpy arrays, and what can be one without a copy (torch tensors)
         dtype = x.dtype
         if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):

@@ -1,7 +1,8 @@
 """One flat level of equations: inline `jit` and `closed_call`, drop what nothing reads.
 
 `custom_jvp`, `custom_vjp`, `checkpoint`, `scan`, `while` and `cond` stay whole: opening a custom rule
-before differentiation would change gradients (relu at 0 became 0.5), the others are units of work.
+before differentiation would change gradients (relu at 0 became 0.5), the others are units of work. (Scans
+over layers are opened later: `scans`.)
 """
 
 from collections.abc import Sequence
@@ -50,13 +51,13 @@ def _run(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
             outs = bind(eqn, values)
         else:
             body = eqn.params[inner]
-            with _scope(eqn):
+            with scope(eqn):
                 outs = _run(body.jaxpr, body.consts, values)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(env, atom) for atom in jaxpr.outvars]
 
 
-def _scope(eqn: jex.JaxprEqn) -> Any:
+def scope(eqn: jex.JaxprEqn) -> Any:
     """The name scopes around an inlined call, so that its equations keep their module path."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)

@@ -23,9 +23,12 @@ def identity_print(program: Program) -> str:
     """Fingerprint of what must be the same: paths, shapes (rows left open) and dtypes of arguments."""
     lines = []
     for leaf in program.inputs:
-        if leaf.role in (Role.PARAM, Role.BATCH, Role.FROZEN, Role.MODEL_STATE):
-            shape = ["rows" if d == leaf.batch_dim else n for d, n in enumerate(leaf.aval.shape)]
-            lines.append(f"{leaf.path} {shape} {leaf.aval.dtype}")
+        if leaf.role not in (Role.PARAM, Role.BATCH, Role.FROZEN, Role.MODEL_STATE):
+            continue
+        path, aval = (leaf.path, leaf.aval) if leaf.part is None else (leaf.part.path, leaf.part.aval)
+        shape = ["rows" if d == leaf.batch_dim else n for d, n in enumerate(aval.shape)]
+        lines.append(f"{path} {shape} {aval.dtype}")
+    lines = list(dict.fromkeys(lines))  # a leaf counts once, however many inputs it has
     return _digest(lines)
 
 
@@ -56,12 +59,19 @@ def anchor_print(graph: Graph) -> str:
     return _digest(lines)
 
 
-def block_coordinates(graph: Graph, nodes: Iterable[int]) -> tuple[Ranges, Ranges]:
-    """(ranges of equations, ranges of anchors) of some nodes: what a plan remembers of a block."""
-    chosen = set(nodes)
-    equations = sorted(e for n in chosen for e in graph.nodes[n].equations)
-    anchors = [k for k, n in enumerate(anchor_nodes(graph)) if n in chosen]
-    return _ranges(equations), _ranges(anchors)
+def block_coordinates(graph: Graph, blocks: Iterable[Iterable[int]]) -> list[tuple[Ranges, Ranges]]:
+    """Per block, its (ranges of equations, ranges of anchors): what a plan remembers of it.
+
+    Args:
+        graph: the graph.
+        blocks: the nodes of each block.
+    """
+    number = {n: k for k, n in enumerate(anchor_nodes(graph))}
+    found = []
+    for nodes in map(set, blocks):
+        equations = sorted(e for n in nodes for e in graph.nodes[n].equations)
+        found.append((_ranges(equations), _ranges(sorted(number[n] for n in nodes if n in number))))
+    return found
 
 
 def find_stages(graph: Graph, plan: Plan) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], bool]:

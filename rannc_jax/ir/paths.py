@@ -24,3 +24,23 @@ def common_path(paths: Iterable[str]) -> str:
             parts = path.split("/")
             common = parts if common is None else common[: shared_depth(common, parts)]
     return "/".join(common or ())
+
+
+def spanned_path(paths: Iterable[str]) -> str:
+    """The common module path, and which of its numbered layers these are.
+
+    Args:
+        paths: in the order in which the modules run.
+
+    Example:
+        >>> spanned_path(["layers/3/attn", "layers/4", "", "layers/5/mlp"])
+        'layers/3-5'
+    """
+    known = [path for path in paths if path]
+    common = common_path(known)
+    depth = len(common.split("/")) if common else 0
+    below = [path.split("/")[depth : depth + 1] for path in known]
+    numbers = [int(part[0]) for part in below if part and part[0].isdigit()]
+    if len(set(numbers)) < 2 or len(numbers) < len(below):
+        return common
+    return "/".join(filter(None, (common, f"{numbers[0]}-{numbers[-1]}")))

@@ -1,10 +1,11 @@
 """From a user's function and abstract arguments to a `Program`: what the network is, as data.
 
-A `Program` is a flat closed jaxpr (inline `jit` opened, `custom_jvp`, `custom_vjp`, `checkpoint` and
-`scan` whole) whose inputs and outputs carry their roles and pytree paths. Values are numbered: inputs
-first, then the outputs of the equations in order. The numbers, unlike `Var` objects, mean the same in
-every trace of the same function, whatever the number of batch rows, so everything decided about a
-program (graph, batch analysis, plan) speaks in value ids and equation indices.
+A `Program` is a flat closed jaxpr (inline `jit` opened, a `scan` over layers as its layers; `custom_jvp`,
+`custom_vjp`, `checkpoint` and other loops whole) whose inputs and outputs carry their roles and pytree
+paths. A leaf that is stacked over opened layers is one input a layer. Values are numbered: inputs first,
+then the outputs of the equations in order. The numbers, unlike `Var` objects, mean the same in every trace
+of the same function, whatever the number of batch rows, so everything decided about a program (graph, batch
+analysis, plan) speaks in value ids and equation indices.
 """
 
 import functools
@@ -24,28 +25,9 @@ from rannc_jax.contract import LossOut, Weighted
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir.example import Example, Subject, path_leaves
 from rannc_jax.ir.flatten import flatten
+from rannc_jax.ir.leaves import InputLeaf, Leaf, OutputLeaf, group_leaves
 from rannc_jax.ir.roles import OutputKind, Role
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputLeaf:
-    """One input: where it sits in the user's arguments ("params['w']"), its role and abstract value.
-
-    `batch_dim` is the dim that carries the batch rows, for leaves of the batch that have one.
-    """
-
-    path: str
-    role: Role
-    aval: jax.ShapeDtypeStruct
-    batch_dim: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLeaf:
-    """One output: its pytree path within its kind, and what it is."""
-
-    path: str
-    kind: OutputKind
+from rannc_jax.ir.scans import open_scans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +79,14 @@ class Program:
     def writes(self, equation: int) -> tuple[int, ...]:
         """Value ids that an equation defines, in output order."""
         return self._writes[equation]
+
+    def leaves(self, role: Role) -> tuple[Leaf, ...]:
+        """The user's leaves with a role, in order; a stacked one has several inputs."""
+        return group_leaves(self.inputs, [v for v, leaf in enumerate(self.inputs) if leaf.role is role])
+
+    def output_leaves(self) -> tuple[Leaf, ...]:
+        """The leaves of the user's result, in order."""
+        return group_leaves(self.outputs, range(len(self.outputs)))
 
     def output_ids(self) -> tuple[int | None, ...]:
         """Value id of every output; None where an output is a literal or small constant."""
@@ -162,15 +152,16 @@ def trace(who: Subject, example: Example, rows: int | None = None) -> Program:
     result = results[-1]
     closed = flatten(closed)
     _refuse_effects(closed)
-    closed, constants = _lift_constants(closed)
+    opened = open_scans(closed, inputs, result.outputs)
+    closed, constants = _lift_constants(opened.jaxpr)
     lifted = tuple(
         InputLeaf(path=f"constant[{i}]", role=Role.CONST, aval=jax.ShapeDtypeStruct(c.shape, c.dtype))
         for i, c in enumerate(constants)
     )
     return Program(
         jaxpr=closed,
-        inputs=inputs + lifted,
-        outputs=result.outputs,
+        inputs=(*opened.inputs, *lifted),
+        outputs=opened.outputs,
         out_tree=result.tree,
         rows=rows,
         const_values=constants,

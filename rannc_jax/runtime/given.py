@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from rannc_jax.errors import RuntimeFailure, TraceError, message
 from rannc_jax.ir.example import abstract, path_leaves
+from rannc_jax.runtime.stacked import StackedArray
 from rannc_jax.runtime.state import TrainState
 
 
@@ -86,7 +87,7 @@ def check_state(state: Any) -> None:
             )
         )
     leaves = jax.tree.leaves((state.params, state.opt_state))
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+    if any(isinstance(leaf, jax.Array | StackedArray) and leaf.is_deleted() for leaf in leaves):
         raise RuntimeFailure(
             message(
                 "this state was given to an earlier step, which took over its memory.",

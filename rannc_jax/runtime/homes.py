@@ -98,7 +98,8 @@ def _cannot_cut(eqn: jex.JaxprEqn, stages: list[Home]) -> str:
         f"operands: {operands if len(operands) < 200 else operands[:200] + ' ...'}",
         f"where: {source_info_util.summarize(eqn.source_info)}",
         hint="a transformation that treats every leaf on its own and joins them by sums only "
-        "(optax.flatten off, another method instead of L-BFGS), num_stages=1, or "
+        "(optax.flatten off, another method instead of L-BFGS; slices of a stacked leaf count as leaves of "
+        "their own), num_stages=1, or "
         "optimizer=optax.identity() with step.value_and_grad and an update of your own.",
     )
 

@@ -4,7 +4,8 @@
 by dataflow (`homes`, `cut`): every stage updates its own leaves, and the few scalars that belong to all
 (step counts, a global norm, a finiteness flag) are computed on the hub, the last stage, which is the
 first to finish a pipelined backward and has the loss. The optimizer state is the user's optax tree, one
-array a leaf, each on one stage. Nothing here knows a transformation by name.
+array a leaf (one a layer, for leaves stacked over layers), each on one stage. Nothing here knows a
+transformation by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 
 from rannc_jax.errors import PlanError, message
 from rannc_jax.ir.batch import RowLayout
+from rannc_jax.ir.leaves import WHOLE, Slicing
 from rannc_jax.runtime.cut import Kind, Op, Send, StageProgram, Task, Value, cut
 from rannc_jax.runtime.homes import (
     FREE,
@@ -31,6 +33,8 @@ from rannc_jax.runtime.homes import (
     reach,
     split_conditionals,
 )
+from rannc_jax.runtime.stacked import flat_parts, packed
+from rannc_jax.runtime.unstack import find_slicings, unstacked
 
 Move = Callable[[Sequence[jax.Array], Sequence[RowLayout | None], Mesh], list[jax.Array]]
 
@@ -45,7 +49,9 @@ class OptimizerCut:
             (NEW_PARAM, i) and (NEW_STATE, j). Gradients are averaged and of `grad_dtype`.
         params: the user's tree of `ShapeDtypeStruct`s.
         state: the optax state as a tree of `ShapeDtypeStruct`s.
-        param_owner, state_owner: stage of every flat leaf of the two.
+        param_slicing, state_slicing: how every flat leaf of the two is given: slices of a stacked leaf are
+            values of their own, and index, owner and home are those of a slice.
+        param_owner, state_owner: stage of every flat leaf or slice of the two.
         hub: the stage that does the shared work.
         needs_loss: whether the transformation reads `value=`.
     """
@@ -54,6 +60,8 @@ class OptimizerCut:
     update: tuple[Op, ...]
     params: Any
     state: Any
+    param_slicing: tuple[Slicing, ...]
+    state_slicing: tuple[Slicing, ...]
     param_owner: tuple[int, ...]
     state_owner: tuple[int, ...]
     hub: int
@@ -71,6 +79,7 @@ def cut_optimizer(
     owner: Sequence[int],
     num_stages: int,
     *,
+    slicings: Sequence[Slicing] | None = None,
     loss_dtype: Any = jnp.float32,
 ) -> OptimizerCut:
     """Cut an optimizer's `init` and `update` over the stages that own the parameters.
@@ -78,8 +87,9 @@ def cut_optimizer(
     Args:
         optimizer: any optax transformation. It may take `value=`, the loss, and no other extra argument.
         params: tree of arrays or `ShapeDtypeStruct`s, as the user has it.
-        owner: stage of every flat leaf of `params`.
+        owner: stage of every flat leaf of `params`, or of every slice of it.
         num_stages: number of stages; some may own nothing.
+        slicings: how every flat leaf of `params` is given; whole by default.
         loss_dtype: dtype of the loss.
 
     Raises:
@@ -88,11 +98,15 @@ def cut_optimizer(
     """
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     owner = tuple(owner)
-    assert len(owner) == len(jax.tree.leaves(params)), "one stage a parameter leaf"
+    own = (WHOLE,) * len(owner) if slicings is None else tuple(slicings)
+    assert len(owner) == sum(slicing.num_parts for slicing in own), "one stage a parameter leaf or slice"
     init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
     loss = jax.ShapeDtypeStruct((), loss_dtype)
     init, update = inline(init), inline(_trace_update(optimizer, params, state, loss))
-    homes = _state_homes(update, owner, len(jax.tree.leaves(state)), num_stages)
+    states = _state_slicings(update, own, len(jax.tree.leaves(state)))
+    update = unstacked(update, (*own, *own, *states, WHOLE), (*own, *states))
+    init = unstacked(init, own, states)
+    homes = _state_homes(update, owner, sum(slicing.num_parts for slicing in states), num_stages)
     hub = num_stages - 1
     ops = _cut_update(update, owner, homes, num_stages)
     return OptimizerCut(
@@ -100,6 +114,8 @@ def cut_optimizer(
         update=ops,
         params=params,
         state=state,
+        param_slicing=own,
+        state_slicing=states,
         param_owner=owner,
         state_owner=_places(homes, hub),
         hub=hub,
@@ -157,6 +173,27 @@ def _check_kept(what: str, before: Any, after: Any) -> None:
                 "another transformation.",
             )
         )
+
+
+def _state_slicings(
+    update: jex.ClosedJaxpr, params: tuple[Slicing, ...], num_states: int
+) -> tuple[Slicing, ...]:
+    """How every state leaf is given: as what it becomes, else as what it is used with: moments and copies
+    are sliced as their parameter is."""
+    found = (WHOLE,) * num_states
+    if not any(slicing.dims for slicing in params):
+        return found
+    while True:
+        seen = find_slicings(update.jaxpr, (*params, *params, *found, WHOLE))
+        becomes = seen.results[len(params) :]
+        first = 2 * len(params)
+        fresh = tuple(
+            old if old.dims else new if new.dims else seen.met.get(first + j, WHOLE)
+            for j, (old, new) in enumerate(zip(found, becomes, strict=True))
+        )
+        if fresh == found:
+            return found
+        found = fresh
 
 
 def _state_homes(
@@ -242,9 +279,10 @@ def _values(kind: Kind, stages: Sequence[int]) -> tuple[Value, ...]:
 
 def init_state(cut: OptimizerCut, meshes: Sequence[Mesh], params: Any, move: Move) -> Any:
     """The optimizer's first state, each leaf on its stage; `params` lie on theirs and stay valid."""
-    values = dict(zip(_values(Kind.PARAM, cut.param_owner), jax.tree.leaves(params), strict=True))
+    parts = flat_parts(params, cut.param_slicing)
+    values = dict(zip(_values(Kind.PARAM, cut.param_owner), parts, strict=True))
     run_ops(cut.init, meshes, values, move, donate=False)
-    return _tree(cut.state, Kind.NEW_STATE, cut.state_owner, values)
+    return _state_tree(cut, values)
 
 
 def apply_cut(
@@ -272,17 +310,18 @@ def apply_cut(
     Returns:
         New parameters and new state.
     """
-    kinds = [(Kind.GRAD, cut.param_owner, grads), (Kind.PARAM, cut.param_owner, params)]
-    kinds += [(Kind.STATE, cut.state_owner, state)]
+    kinds = [(Kind.GRAD, cut.param_owner, cut.param_slicing, grads)]
+    kinds += [(Kind.PARAM, cut.param_owner, cut.param_slicing, params)]
+    kinds += [(Kind.STATE, cut.state_owner, cut.state_slicing, state)]
     values: dict[Value, jax.Array] = {}
-    for kind, owner, tree in kinds:
-        values.update(zip(_values(kind, owner), jax.tree.leaves(tree), strict=True))
+    for kind, owner, slicings, tree in kinds:
+        values.update(zip(_values(kind, owner), flat_parts(tree, slicings), strict=True))
     if cut.needs_loss:
         assert loss is not None, "this optimizer reads the loss"
         values[Value(Kind.LOSS, 0, cut.hub)] = loss
     run_ops(cut.update, meshes, values, move, donate=donate)
-    new_params = _tree(cut.params, Kind.NEW_PARAM, cut.param_owner, values)
-    return new_params, _tree(cut.state, Kind.NEW_STATE, cut.state_owner, values)
+    new = [values[value] for value in _values(Kind.NEW_PARAM, cut.param_owner)]
+    return packed(jax.tree.structure(cut.params), cut.param_slicing, new), _state_tree(cut, values)
 
 
 def run_ops(
@@ -298,5 +337,6 @@ def run_ops(
             values.update(zip(op.outputs, program(*(values[value] for value in op.inputs)), strict=True))
 
 
-def _tree(like: Any, kind: Kind, owner: Sequence[int], values: dict[Value, jax.Array]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(like), [values[value] for value in _values(kind, owner)])
+def _state_tree(cut: OptimizerCut, values: Mapping[Value, jax.Array]) -> Any:
+    new = [values[value] for value in _values(Kind.NEW_STATE, cut.state_owner)]
+    return packed(jax.tree.structure(cut.state), cut.state_slicing, new)

@@ -10,6 +10,7 @@ from rannc_jax.contract import LossOut
 from rannc_jax.errors import RuntimeFailure, message
 from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.runtime.engine import Prepared
+from rannc_jax.runtime.stacked import flat_parts, packed, slicings_of
 
 Environment = Mapping[Any, Any]
 
@@ -28,8 +29,9 @@ def loss_out(prepared: Prepared, env: Environment, old_state: Any) -> LossOut:
         old_state: the model state before, for leaves that nothing writes.
     """
     program, table = prepared.graph.program, prepared.table
-    states = [v for v, leaf in enumerate(program.inputs) if leaf.role is Role.MODEL_STATE]
-    unwritten = dict(zip(states, jax.tree.leaves(old_state), strict=True))
+    groups = program.leaves(Role.MODEL_STATE)
+    states = [v for leaf in groups for v in leaf.positions]
+    unwritten = dict(zip(states, flat_parts(old_state, slicings_of(groups)), strict=True))
     in_order = iter(states)
     last = prepared.layout.num_microbatches
     leaves = []
@@ -43,7 +45,7 @@ def loss_out(prepared: Prepared, env: Environment, old_state: Any) -> LossOut:
             leaves.append(env["state", v, last] if v in table.written else unwritten[v])
         else:
             leaves.append(env["aux", k])
-    return program.out_tree.unflatten(leaves)
+    return packed(program.out_tree, slicings_of(program.output_leaves()), leaves)
 
 
 def wait(loss: Any, grads: Sequence[Any]) -> None:

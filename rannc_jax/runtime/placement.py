@@ -1,4 +1,5 @@
-"""Where a step's lasting values live: every leaf of the state is one array on the devices of its stage."""
+"""Where a step's lasting values live: every leaf of the state, or slice of a stacked
+leaf, is one array on the devices of its stage."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rannc_jax.ir.leaves import Slicing
 from rannc_jax.ir.roles import Role
 from rannc_jax.runtime.engine import Prepared, settled
 from rannc_jax.runtime.given import check_like
 from rannc_jax.runtime.optimizer import OptimizerCut, init_state
+from rannc_jax.runtime.stacked import flat_parts, packed, part_of, slicings_of
 from rannc_jax.runtime.state import TrainState
 from rannc_jax.runtime.transfer import move, place
 
@@ -45,12 +48,16 @@ class Placement:
     cut: OptimizerCut | None
 
     def ids(self, role: Role) -> list[int]:
-        """The program's inputs of a role, in the order of the user's leaves."""
+        """The program's inputs of a role, in the order of the user's leaves and of their slices."""
         return [v for v, leaf in enumerate(self.home.graph.program.inputs) if leaf.role is role]
 
     def paths(self, role: Role) -> list[str]:
         """Their pytree paths."""
         return [self.home.graph.program.inputs[v].path for v in self.ids(role)]
+
+    def slicings(self, role: Role) -> tuple[Slicing, ...]:
+        """How each of the user's leaves of a role is given to the program."""
+        return slicings_of(self.home.graph.program.leaves(role))
 
     def owners(self, role: Role) -> list[int]:
         """The stage that owns each of them."""
@@ -59,10 +66,15 @@ class Placement:
     def readers(self) -> Mapping[str, Sequence[int]]:
         """Path of an input -> the stages that hold or read it while training, ascending."""
         table, inputs = self.home.table, self.home.graph.program.inputs
-        return {
+        found = {
             inputs[v].path: [s.index for s in table.shapes if v in (*s.params, *s.held, *s.state)] or [owner]
             for v, owner in table.owner.items()
         }
+        wholes: dict[str, set[int]] = {}  # another function may read a stacked leaf whole
+        for leaf in inputs:
+            if leaf.part is not None:
+                wholes.setdefault(leaf.part.path, set()).update(found[leaf.path])
+        return found | {path: sorted(stages) for path, stages in wholes.items()}
 
     def first_state(
         self, takes: Container[str], params: Any, *, frozen: Any, model_state: Any, rng: Any
@@ -92,29 +104,33 @@ class Placement:
 
     def _placed(self, tree: Any, role: Role, key: Any) -> Any:
         leaves, treedef = jax.tree.flatten(tree)
-        ids, inputs = self.ids(role), self.home.graph.program.inputs
+        ids, inputs, slicings = self.ids(role), self.home.graph.program.inputs, self.slicings(role)
+        sources = [(n, index) for n, slicing in enumerate(slicings) for index in slicing.indices()]
 
         def on_stage(mesh: Mesh, mine: Sequence[int]) -> Sequence[Any]:
-            here = place([key], [None], mesh)[0] if any(callable(leaves[k]) for k in mine) else None
-            values = [leaves[k](here) if callable(leaves[k]) else leaves[k] for k in mine]
+            wanted = {n for n, _ in (sources[k] for k in mine)}
+            here = place([key], [None], mesh)[0] if any(callable(leaves[n]) for n in wanted) else None
+            given = {n: leaves[n](here) if callable(leaves[n]) else leaves[n] for n in sorted(wanted)}
+            values = [part_of(given[n], slicings[n], index) for n, index in (sources[k] for k in mine)]
             dtypes = [inputs[ids[k]].aval.dtype for k in mine]
             cast = [_as_dtype(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
             return place(cast, [None] * len(mine), mesh)
 
-        return treedef.unflatten(self._by_stage(self.owners(role), on_stage))
+        return packed(treedef, slicings, self._by_stage(self.owners(role), on_stage))
 
     def _made(self, make: Callable[[Any], Any], key: Any) -> Any:
         """Make every stage's parameters on its own devices; XLA drops what a stage does not keep."""
+        slicings = self.slicings(Role.PARAM)
 
         def on_stage(mesh: Mesh, mine: Sequence[int]) -> Sequence[Any]:
             run = jax.jit(
-                lambda x: [jax.tree.leaves(make(x))[k] for k in mine],
+                lambda x: [flat_parts(make(x), slicings)[k] for k in mine],
                 out_shardings=NamedSharding(mesh, PartitionSpec()),
             )
             return run(place([key], [None], mesh)[0])
 
         structure = jax.tree.structure(jax.eval_shape(make, key))
-        return structure.unflatten(self._by_stage(self.owners(Role.PARAM), on_stage))
+        return packed(structure, slicings, self._by_stage(self.owners(Role.PARAM), on_stage))
 
     def _by_stage(
         self, owners: Sequence[int], make: Callable[[Mesh, Sequence[int]], Sequence[Any]]
@@ -131,19 +147,21 @@ class Placement:
         """The state with what the user put in (host arrays from a checkpoint, say) on its stages."""
         assert self.cut is not None
 
-        def laid(tree: Any, stages: Sequence[int], like: Any, name: str) -> Any:
+        def laid(tree: Any, stages: Sequence[int], like: Any, slicings: Sequence[Slicing], name: str) -> Any:
             check_like(tree, like, name)
-            leaves, treedef = jax.tree.flatten(tree)
-            pairs = zip(leaves, stages, strict=True)
-            return treedef.unflatten([settled(leaf, self.meshes[stage]) for leaf, stage in pairs])
+            pairs = zip(flat_parts(tree, slicings), stages, strict=True)
+            parts = [settled(part, self.meshes[stage]) for part, stage in pairs]
+            return packed(jax.tree.structure(tree), slicings, parts)
 
+        cut = self.cut
         return state.replace(
-            params=laid(state.params, self.owners(Role.PARAM), self.cut.params, "params"),
-            opt_state=laid(state.opt_state, self.cut.state_owner, self.cut.state, "opt_state"),
+            params=laid(state.params, cut.param_owner, cut.params, cut.param_slicing, "params"),
+            opt_state=laid(state.opt_state, cut.state_owner, cut.state, cut.state_slicing, "opt_state"),
         )
 
     def gradients(self, prepared: Prepared, env: Mapping[Any, Any]) -> list[Any]:
-        """Gradients where their parameters live, also if a batch of another shape is read elsewhere."""
+        """Gradients, slice by slice, where their parameters live (a batch of another shape may be read
+        elsewhere)."""
         ids, owners = self.ids(Role.PARAM), self.owners(Role.PARAM)
         if prepared.table.owner == self.home.table.owner and prepared.layout.meshes == self.meshes:
             return [env["grad", v] for v in ids]

@@ -19,6 +19,7 @@ from rannc_jax.ir.trace import as_loss_out, trace
 from rannc_jax.runtime.engine import Prepared
 from rannc_jax.runtime.feed import microbatch, part_weights
 from rannc_jax.runtime.loss import combine_free, combine_rows, divisor_function
+from rannc_jax.runtime.stacked import flat_parts, slicings_of
 from rannc_jax.runtime.state import TrainState
 
 
@@ -108,7 +109,12 @@ def _weight(who: Subject, prepared: Prepared, params: Any, part: Any, keywords: 
         Role.BATCH: part,
         Role.RNG: keywords["rng"],
     }
-    arrays = [x for role in given if _takes(who, role) for x in jax.tree.leaves(given[role])]
+    arrays = [
+        x
+        for role in given
+        if _takes(who, role)
+        for x in flat_parts(given[role], slicings_of(program.leaves(role)))
+    ]
     whole = program.jaxpr.jaxpr.replace(outvars=[program.vars[rule.weight]])
     (weight,) = jax.core.eval_jaxpr(whole, program.jaxpr.consts, *arrays, *program.const_values)
     return weight.astype(jnp.float32)

@@ -5,6 +5,9 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
+
+from rannc_jax.runtime.stacked import StackedArray
 
 
 @functools.partial(
@@ -15,6 +18,9 @@ import jax
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
     """The user's trees, each leaf one array on the sub-mesh of its stage.
+
+    A leaf that is stacked over layers of an opened scan is a `StackedArray`: it has the shape of the user's
+    leaf, and one array a layer on the layer's stage.
 
     Args:
         params: trained parameters.
@@ -43,6 +49,6 @@ def gather(tree: Any) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
-        return jax.device_get(x)
+        return np.asarray(x) if isinstance(x, StackedArray) else jax.device_get(x)
 
     return jax.tree.map(leaf, tree)

@@ -36,6 +36,7 @@ from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer
 from rannc_jax.runtime.outcome import check_finite, failure, loss_out, outputs, wait
 from rannc_jax.runtime.placement import Placement, shapes_of
 from rannc_jax.runtime.reference import reference_step
+from rannc_jax.runtime.stacked import flat_parts, packed, slicings_of
 from rannc_jax.runtime.state import TrainState, gather
 from rannc_jax.runtime.transfer import move
 
@@ -183,7 +184,14 @@ class Step:
         if self._optimizer is None:
             return placement
         owners, count = placement.owners(Role.PARAM), len(self._meshes)
-        cut = cut_optimizer(self._optimizer, example.params, owners, count, loss_dtype=home.loss_dtype)
+        cut = cut_optimizer(
+            self._optimizer,
+            example.params,
+            owners,
+            count,
+            slicings=placement.slicings(Role.PARAM),
+            loss_dtype=home.loss_dtype,
+        )
         return replace(placement, cut=cut)
 
     def _make_engine(
@@ -245,7 +253,7 @@ class Step:
         params, opt_state = apply_cut(
             at.cut,
             at.meshes,
-            jax.tree.structure(state.params).unflatten(grads),
+            packed(jax.tree.structure(state.params), at.slicings(Role.PARAM), grads),
             state.opt_state,
             state.params,
             move,
@@ -279,9 +287,10 @@ class Step:
         chosen = {name: ids[k] for name, k in batch_leaves(batch, wrt_batch).items()}
         prepared, env = self._run(engine, state, batch, rng, frozenset(chosen.values()))
         out = loss_out(prepared, env, state.model_state)
-        leaves, structure = jax.tree.flatten(state.params)
-        sums = at.gradients(prepared, env)
-        grads = structure.unflatten([g.astype(leaf.dtype) for g, leaf in zip(sums, leaves, strict=True)])
+        slicings = at.slicings(Role.PARAM)
+        dtypes = [part.dtype for part in flat_parts(state.params, slicings)]
+        sums = [g.astype(dtype) for g, dtype in zip(at.gradients(prepared, env), dtypes, strict=True)]
+        grads = packed(jax.tree.structure(state.params), slicings, sums)
         if not wrt_batch:
             return out, grads
         given = dict(zip(ids, jax.tree.leaves(batch), strict=True))
@@ -381,9 +390,10 @@ class Step:
         leaves: dict[int, Any] = {}
         trees = {Role.PARAM: state.params, Role.FROZEN: state.frozen, Role.MODEL_STATE: state.model_state}
         for role, tree in trees.items():
-            ids = [v for v, leaf in enumerate(prepared.graph.program.inputs) if leaf.role is role]
-            if ids:
-                leaves.update(zip(ids, jax.tree.leaves(tree), strict=True))
+            found = prepared.graph.program.leaves(role)
+            if found:
+                ids = [v for leaf in found for v in leaf.positions]
+                leaves.update(zip(ids, flat_parts(tree, slicings_of(found)), strict=True))
         key = None
         if "rng" in engine.who.takes:
             key = _step_key(state.rng, state.step) if rng is None else rng

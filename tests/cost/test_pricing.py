@@ -9,7 +9,7 @@ import pytest
 
 from rannc_jax.cluster import ClusterSpec, DeviceGroup
 from rannc_jax.contract import LossOut, Remat
-from rannc_jax.cost import device_preset, link_preset, node_seconds, open_graph, price
+from rannc_jax.cost import device_preset, link_preset, node_seconds, open_graph, price, pricing
 from rannc_jax.errors import CostError, PlanError
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.roles import OutputKind, Role
@@ -73,6 +73,25 @@ def test_equal_layers_cost_the_same():
     graph = attention_graph()
     table = table_of(graph, by_layer(graph))
     assert table.price(1, ROWS, DEVICE) == table.price(2, ROWS, DEVICE)
+
+
+def test_copies_of_a_block_are_priced_once_and_as_if_alone():
+    graph = graph_of(networks.mlp_loss, networks.mlp_params(depth=6), networks.mlp_batch())
+    layers = [[n for n, node in enumerate(graph.nodes) if f"layer/{i}" in node.path] for i in range(6)]
+    blocks = [*layers, [n for n, node in enumerate(graph.nodes) if not node.path]]
+    opened = open_graph(graph)
+    shared = pricing._shared(opened, blocks, None)
+    assert (
+        len({id(block) for block in shared}) == 3
+    )  # the first has no cotangent to give, the last is the loss
+    for block, nodes in zip(shared, blocks, strict=True):
+        alone = pricing._Block(opened, tuple(nodes), None)
+        for remat in Remat:
+            assert block.kernels.backward_s(DEVICE, 8, remat) == alone.kernels.backward_s(DEVICE, 8, remat)
+            assert block.residual_bytes[remat] == alone.residual_bytes[remat]
+            assert block.working_bytes(remat, 8) == alone.working_bytes(remat, 8)
+        assert block.kernels.forward_s(DEVICE, 8) == alone.kernels.forward_s(DEVICE, 8)
+        assert block.unfused_bytes == alone.unfused_bytes
 
 
 def test_prices_grow_with_rows_and_modes_trade_time_for_memory():

@@ -135,12 +135,12 @@ def test_remat_changes_what_is_kept_and_never_the_gradient(remat, num_blocks):
 
 def test_products_inside_a_scan_are_kept_a_step():
     def fn(params, batch):
-        def body(h, w):
-            return jnp.tanh(jnp.sin(h @ w)), None
+        def body(h, _):
+            return jnp.tanh(jnp.sin(h @ params)), None
 
-        return jnp.mean(jax.lax.scan(body, batch["x"], params)[0] ** 2)
+        return jnp.mean(jax.lax.scan(body, batch["x"], None, length=2)[0] ** 2)
 
-    params, batch = jnp.stack([W, V]), {"x": X}
+    params, batch = W, {"x": X}
     graph = graph_of(fn, params, batch)
     part = slice_nodes(graph, range(len(graph.nodes)), [0])
     blocks = blocks_of(graph, part, [range(len(graph.nodes))])
