@@ -20,6 +20,7 @@ from rannc_jax.cost import primitives
 from rannc_jax.cost.flops import Fusion
 from rannc_jax.cost.fusion import Fused
 from rannc_jax.cost.operations import NO_VALUE, Line, Operation, Twins, body_gradients
+from rannc_jax.ir.loops import scan_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def residual_bytes(twins: Twins, kept: Collection[Residual]) -> Line:
 def _stacked_bytes(twins: Twins, loop: Stacked) -> Line:
     """Constants of the loop are held; everything else that a turn keeps is stacked."""
     total = Line(0.0, 0.0)
-    constants = twins.first.operations[loop.operation].eqn.params.get("num_consts", 0)
+    eqn = twins.first.operations[loop.operation].eqn
+    constants = scan_counts(eqn.params)[0] if eqn.primitive.name == "scan" else 0
     for body, turns in twins.bodies[loop.operation]:
         group = range(len(body.first.operations))
         kept = residuals(body, group, loop.remat, body_gradients(body.first), range(constants))

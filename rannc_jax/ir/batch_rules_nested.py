@@ -11,6 +11,7 @@ from rannc_jax.ir import batch_flow as algebra
 from rannc_jax.ir.batch_call import Call, opened, rule, value_flow
 from rannc_jax.ir.batch_flow import Coupled, Flow, Kind, blend, moved
 from rannc_jax.ir.batch_info import CouplingKind, RowLayout
+from rannc_jax.ir.loops import scan_counts
 from rannc_jax.ir.platform import readable_branches
 
 MAX_ROUNDS = 16  # a carry settles in a few rounds: every round can only lose knowledge
@@ -60,17 +61,9 @@ def _mixed(call: Call, flows: Sequence[Flow]) -> Flow:
     return blend(Kind.MIXED, *flows, pending=not data or call.marked)
 
 
-def _counts(call: Call) -> tuple[int, int]:
-    """Numbers of constants and carries of a scan."""
-    if "num_consts" in call.params:
-        return call.params["num_consts"], call.params["num_carry"]
-    consts, carry, _ = call.params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
 @rule("scan")
 def _scan(call: Call) -> list[Flow]:
-    num_consts, num_carry = _counts(call)
+    num_consts, num_carry = scan_counts(call.params)
     consts, carry, xs = (
         call.flows[:num_consts],
         call.flows[num_consts : num_consts + num_carry],

@@ -19,6 +19,7 @@ from rannc_jax.ir.checkpoints import CHECKPOINTS, body_of, inside_out
 from rannc_jax.ir.evaluate import bind, read
 from rannc_jax.ir.flatten import drop_dead, flatten, scope
 from rannc_jax.ir.leaves import WHOLE, InputLeaf, OutputLeaf, Part, Slicing, leaf_path
+from rannc_jax.ir.loops import scan_counts
 from rannc_jax.ir.origins import Origins
 from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.ir.scan_names import layer_name, named, without_name
@@ -105,7 +106,7 @@ def _choose(program: Opened) -> _Choice | None:
 
 
 def _xs(eqn: jex.JaxprEqn) -> Sequence[Any]:
-    return eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+    return eqn.invars[sum(scan_counts(eqn.params)) :]
 
 
 def closed_scans(jaxpr: jex.Jaxpr, roles: Sequence[Role]) -> list[tuple[jex.JaxprEqn, str]]:
@@ -142,7 +143,7 @@ def _is_over_layers(eqn: jex.JaxprEqn, origins: Origins) -> bool:
 def _parameters(eqn: jex.JaxprEqn, origins: Origins) -> tuple[int, int, bool]:
     """Bytes of parameters that a loop slices, and that it reads every turn; whether slices are matrices."""
     sliced: dict[int, int] = {}
-    shared = dict(origins.parameters(eqn.invars[: eqn.params["num_consts"]]))
+    shared = dict(origins.parameters(eqn.invars[: scan_counts(eqn.params)[0]]))
     has_matrices = False
     for x in _xs(eqn):
         roots = origins.parameters([x])
@@ -237,7 +238,7 @@ def _run(closed: jex.ClosedJaxpr, values: Sequence[Any], scans: Mapping[int, str
 
 def _copies(eqn: jex.JaxprEqn, operands: Sequence[Any], name: str) -> list[Any]:
     """The results of a scan, turn by turn."""
-    num_consts, num_carry, length = (eqn.params[k] for k in ("num_consts", "num_carry", "length"))
+    (num_consts, num_carry), length = scan_counts(eqn.params), eqn.params["length"]
     consts = [joined(x) for x in operands[:num_consts]]
     carry = [joined(x) for x in operands[num_consts : num_consts + num_carry]]
     xs = operands[num_consts + num_carry :]
