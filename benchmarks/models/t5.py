@@ -83,9 +83,7 @@ def distance_bias(table: jax.Array, length: int, *, causal: bool) -> jax.Array:
     return table[bucket].transpose(2, 0, 1)[None]
 
 
-def stack(
-    params: dict[str, Any], x: jax.Array, config: T5, memory: jax.Array | None = None
-) -> jax.Array:
+def stack(params: dict[str, Any], x: jax.Array, config: T5, memory: jax.Array | None = None) -> jax.Array:
     """All layers of the encoder, or of the decoder where there is a `memory` to read."""
     causal = memory is not None
     with jax.named_scope("distances"):

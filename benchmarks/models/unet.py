@@ -39,7 +39,9 @@ class Residual(nn.Module):
         y = conv(self.width)(nn.silu(nn.GroupNorm(dtype=self.dtype)(x)))
         y = y + nn.Dense(self.width, dtype=self.dtype)(nn.silu(time))[:, None, None]
         y = conv(self.width)(nn.silu(nn.GroupNorm(dtype=self.dtype)(y)))
-        return y + (x if x.shape == y.shape else nn.Conv(self.width, (1, 1), dtype=self.dtype, name="skip")(x))
+        return y + (
+            x if x.shape == y.shape else nn.Conv(self.width, (1, 1), dtype=self.dtype, name="skip")(x)
+        )
 
 
 class Attention(nn.Module):
