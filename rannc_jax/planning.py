@@ -198,7 +198,7 @@ def _key_paths(tree: Any) -> list[tuple[str, ...]]:
 def _assemble(
     graph: Graph, blocks: Sequence[NodeBlock], decision: Decision, example: Example, request: Request
 ) -> Plan:
-    coordinates = [block_coordinates(graph, block.nodes) for block in blocks]
+    coordinates = block_coordinates(graph, (block.nodes for block in blocks))
     info = graph.info
     kinds = {c.kind for c in info.couplings}
     batching = "separable"

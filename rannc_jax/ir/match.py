@@ -56,12 +56,15 @@ def anchor_print(graph: Graph) -> str:
     return _digest(lines)
 
 
-def block_coordinates(graph: Graph, nodes: Iterable[int]) -> tuple[Ranges, Ranges]:
-    """(ranges of equations, ranges of anchors) of some nodes: what a plan remembers of a block."""
-    chosen = set(nodes)
-    equations = sorted(e for n in chosen for e in graph.nodes[n].equations)
-    anchors = [k for k, n in enumerate(anchor_nodes(graph)) if n in chosen]
-    return _ranges(equations), _ranges(anchors)
+def block_coordinates(graph: Graph, blocks: Iterable[Iterable[int]]) -> list[tuple[Ranges, Ranges]]:
+    """(ranges of equations, ranges of anchors) of the nodes of each block: what a plan remembers of it."""
+    position = {n: k for k, n in enumerate(anchor_nodes(graph))}
+    found = []
+    for chosen in map(set, blocks):
+        equations = sorted(e for n in chosen for e in graph.nodes[n].equations)
+        anchors = sorted(position[n] for n in chosen if n in position)
+        found.append((_ranges(equations), _ranges(anchors)))
+    return found
 
 
 def find_stages(graph: Graph, plan: Plan) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], bool]:

@@ -31,7 +31,7 @@ def plan_of(graph, cuts):
     """A plan with one block a stage, cut before these nodes."""
     edges = [0, *cuts, len(graph.nodes)]
     parts = [range(a, b) for a, b in itertools.pairwise(edges)]
-    coordinates = [block_coordinates(graph, part) for part in parts]
+    coordinates = block_coordinates(graph, parts)
     return dataclasses.replace(
         small_plan(),
         identity=identity_print(graph.program),
