@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rannc_jax.cluster import ClusterSpec, DeviceGroup
+from rannc_jax.cluster import ClusterSpec, DeviceGroup, DeviceSpec
 from rannc_jax.cost.presets import device_preset, link_preset
 
 PER_HOST = 8
@@ -15,6 +15,12 @@ def hosts_of_8(
     hosts = -(-devices // PER_HOST)
     group = DeviceGroup(device=device_preset(kind), hosts=hosts, count_per_host=devices // hosts)
     return ClusterSpec(groups=(group,), intra_host=link_preset(within), inter_host=link_preset(between))
+
+
+def uniform_cluster(device: DeviceSpec, count: int, link: str) -> ClusterSpec:
+    """One host with equal devices."""
+    group = DeviceGroup(device=device, count_per_host=count)
+    return ClusterSpec(groups=(group,), intra_host=link_preset(link), inter_host=link_preset("net100g"))
 
 
 CLUSTERS: dict[str, Callable[[], ClusterSpec]] = {

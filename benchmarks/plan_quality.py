@@ -21,7 +21,7 @@ import optax
 
 from benchmarks.clusters import CLUSTERS, matmul_dtype
 from benchmarks.max_load import loads_of, shared_graph
-from benchmarks.models import CASES, make_case
+from benchmarks.models import CASES, Case, make_case
 from rannc_jax import planning
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.cost import open_graph
@@ -63,9 +63,8 @@ class Task:
     weights: dict[str, list[float]]
 
 
-def make_task(model: str, cluster: ClusterSpec) -> Task:
+def make_task(case: Case, cluster: ClusterSpec) -> Task:
     """Trace a model and price its blocks, as `plan_function` does."""
-    case = make_case(model, matmul_dtype(cluster))
     rows = case.rows_per_device * cluster.num_devices
     graph = prepare(case.subject(), case.example(rows))
     request = planning.Request(cluster=cluster, constraints=Constraints(), optimizer=optax.adamw(1e-4))
@@ -190,7 +189,8 @@ def main() -> None:
     rows = []
     for model in arguments.models:
         for name in arguments.clusters:
-            task = make_task(model, CLUSTERS[name]())
+            cluster = CLUSTERS[name]()
+            task = make_task(make_case(model, matmul_dtype(cluster)), cluster)
             if arguments.max_load:
                 loads = max_load(task)
                 print(f"{model:14} {name:21} " + " ".join(_load(k, v, loads) for k, v in loads.items()))

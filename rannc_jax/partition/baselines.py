@@ -175,8 +175,8 @@ def rannc_plan(
     """RaNNC's answer, or None where it finds none.
 
     Pipelines are first laid over one host, then over as many as divide the hosts, with a copy of the
-    pipeline on each such part. The first number of stages that fits with any number of microbatches is
-    final; of these numbers the one with the least estimate is taken.
+    pipeline on each such part (unequal hosts count as one). The first number of stages that fits with
+    any number of microbatches is final; of these numbers the one with the least estimate is taken.
 
     Args:
         problem: what is to be planned; devices are taken to be alike.
@@ -184,7 +184,8 @@ def rannc_plan(
         num_stages: RaNNC's `partition_num`: the only number tried.
     """
     cluster = problem.cluster
-    hosts = cluster.host(cluster.num_devices - 1) + 1
+    sizes = {group.count_per_host for group in cluster.groups}
+    hosts = sum(group.hosts for group in cluster.groups) if len(sizes) == 1 else 1
     per_host, fewest = cluster.num_devices // hosts, 1
     for span in (n for n in range(1, hosts + 1) if hosts % n == 0):
         copies, devices = hosts // span, span * per_host
