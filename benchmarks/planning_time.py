@@ -5,8 +5,9 @@
     python -m benchmarks.planning_time --models unet-1b --devices 1024 --profile unet.prof
 
 Every case runs in a process of its own, so that peak memory is its own and no cache is warm. CPU seconds
-are those of that process (all threads); imports and the making of shapes are left out. Hosts hold eight
-H200 with NVLink; between them 100 Gb/s.
+are those of that process (all threads), so that a busy machine does not count; wall seconds are those of
+`plan`, without tracing. Imports and the making of shapes are left out. Hosts hold eight H200 with NVLink;
+between them 100 Gb/s.
 """
 
 import argparse
@@ -136,7 +137,7 @@ def measure_apart(name: str, devices: int, limit_s: float) -> dict[str, Any]:
 
 def header() -> str:
     parts = " ".join(f"{part:>8}" for part in COLUMNS)
-    return f"{'model':14} {'devices':>7} {parts} {'CPU s':>7} {'RSS GiB':>8}  plan"
+    return f"{'CPU s':14} {'devices':>7} {parts} {'wall s':>7} {'RSS GiB':>8}  plan"
 
 
 def line(row: dict[str, Any]) -> str:
@@ -144,7 +145,7 @@ def line(row: dict[str, Any]) -> str:
     start = f"{row['model']:14} {row['devices']:7}"
     if "error" in row:
         return f"{start} {row['error']}"
-    parts = " ".join(f"{row['wall_s'][part]:8.2f}" for part in COLUMNS)
+    parts = " ".join(f"{row['cpu_s'][part]:8.2f}" for part in COLUMNS)
     gap = row["step_s"] / row["bound_s"] - 1
     replicas = sorted(set(row["replicas"]))
     counts = str(replicas[0]) if len(replicas) == 1 else f"{replicas[0]}-{replicas[-1]}"
@@ -152,7 +153,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['stages']} x {counts}, m={row['microbatches']}, {row['schedule']}: "
         f"{1e3 * row['step_s']:.4g} ms, bound {gap:+.1%}"
     )
-    return f"{start} {parts} {row['cpu_s']['plan']:7.2f} {row['peak_rss_gib']:8.2f}  {plan}"
+    return f"{start} {parts} {row['wall_s']['plan']:7.2f} {row['peak_rss_gib']:8.2f}  {plan}"
 
 
 def main() -> None:
