@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_steps --rounds 9
 
-Three small networks, and too little memory for plain data parallelism on some of them. Steps of all plans are
+Three small networks, and devices too small for plain data parallelism. Steps of all plans are
 taken in turn, so that whatever else the machine does meets all of them; medians. Fake devices share the
 cores of the machine: what is measured is the sum of a plan's work and dispatch, not how well it overlaps.
 """
@@ -39,23 +39,23 @@ DEVICES = 8
 SMALL: dict[str, tuple[Callable[[], Case], int]] = {
     "bert": (
         lambda: bert.case(
-            "bert", Bert(layers=8, width=256, heads=4, length=64, vocabulary=2048, dtype="float32"), 2
+            "bert", Bert(layers=4, width=128, heads=4, length=64, vocabulary=1024, dtype="float32"), 4
         ),
-        1000,
+        18,
     ),
     "u-net": (
         lambda: unet.case(
-            "u-net", UNet(width=32, growth=(1, 2, 2), blocks=1, heads=2, side=16, dtype="float32"), 2
+            "u-net", UNet(width=32, growth=(1, 2), blocks=1, heads=2, side=16, dtype="float32"), 4
         ),
-        1000,
+        22,
     ),
-    "moe, 150 MB devices": (
+    "moe": (
         lambda: moe.case(
             "moe",
-            Moe(layers=6, width=128, hidden=256, heads=4, length=64, vocabulary=2048, dtype="float32"),
-            2,
+            Moe(layers=4, width=64, hidden=128, heads=4, length=64, vocabulary=1024, dtype="float32"),
+            4,
         ),
-        150,
+        21,
     ),
 }
 """Name -> (maker, MB of a device)."""
