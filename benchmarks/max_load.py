@@ -32,7 +32,7 @@ def shared_graph(problem: Problem) -> CostGraph:
     return CostGraph(nodes=tuple(nodes), edges=tuple(edges))
 
 
-def loads_of(graph: CostGraph, cut: Sequence[range]) -> list[float]:
+def loads_of(graph: CostGraph, cut: Sequence[Sequence[int]]) -> list[float]:
     """Seconds of each device when blocks are cut so."""
     device_of = {block: device for device, blocks in enumerate(cut) for block in blocks}
     loads = [0.0] * len(cut)

@@ -9,7 +9,6 @@ Equal splits take the best number of stages (powers of two), microbatches, sched
 """
 
 import argparse
-import itertools
 import json
 import pathlib
 import time
@@ -121,7 +120,7 @@ def ours(problem: Problem, constraints: Constraints | None = None) -> dict[str, 
         "remat": sorted({stage.remat.value for stage in decision.stages}),
         "bound_s": decision.bound_s,
         "cpu_s": time.process_time() - began,
-        "cuts": [min(stage.blocks) for stage in decision.stages],
+        "stages": [stage.blocks for stage in decision.stages],
     }
 
 
@@ -136,18 +135,15 @@ def _row(plan: Evaluation | None, began: float) -> dict[str, Any]:
 def max_load(task: Task) -> dict[str, float | None]:
     """Largest load of eight devices, one stage each, by who cut; by the objective of the graph door."""
     problem, stages = task.problem, 8
-    blocks = len(problem.table.blocks)
     graph = shared_graph(problem)
     answer: dict[str, float | None] = {"optimum": solve_graph(graph, stages).objective}
     decided = ours(problem, Constraints(num_stages=stages, replicas=1))
-    cuts: dict[str, list[range] | None] = {"ours": None}
+    cuts: dict[str, Sequence[Sequence[int]]] = {}
     if decided["step_s"] is not None:
-        bounds = [*decided["cuts"], blocks]
-        cuts["ours"] = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        cuts["ours"] = decided["stages"]
     forced = rannc_plan(problem, GPipe(), num_stages=stages)
     if forced is not None and forced.plan is not None:
-        placed = forced.plan.candidate.placements
-        cuts["rannc"] = [range(p.blocks[0], p.blocks[-1] + 1) for p in placed]
+        cuts["rannc"] = [placed.blocks for placed in forced.plan.candidate.placements]
     cuts |= {kind: equal_cut(task.weights[kind], stages) for kind in EQUAL}
     for planner in PLANNERS:
         cut = cuts.get(planner)

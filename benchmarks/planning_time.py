@@ -131,7 +131,8 @@ def measure_apart(name: str, devices: int, limit_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"model": name, "devices": devices, "error": f"stopped after {limit_s:.0f} s"}
     if done.returncode:
-        return {"model": name, "devices": devices, "error": done.stderr.strip().splitlines()[-1]}
+        why = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+        return {"model": name, "devices": devices, "error": why}
     return json.loads(done.stdout)
 
 
