@@ -64,7 +64,7 @@ class Request:
     constraints: Constraints
     optimizer: optax.GradientTransformation | None
     allow_coupled: bool = False
-    menu: Menu
+    menu: Menu = EVERYTHING
     costs: str = "analytic"
 
 
@@ -98,7 +98,7 @@ def plan_function(
         )
     splittable = _check_coupling(graph, example.rows, request)
     progress.note(f"pricing {len(graph.nodes)} pieces")
-    blocks, table = _price(graph, example.params, request)
+    blocks, table = price_blocks(graph, example.params, request)
     if request.costs == "measured":
         table = _measured(who, example, graph, blocks, table, request, progress)
     progress.note("searching")
@@ -154,7 +154,14 @@ def _divisor(rows: int, most: int) -> int:
     return next(m for m in range(most, 0, -1) if rows % m == 0)
 
 
-def _price(graph: Graph, params: Any, request: Request) -> tuple[tuple[NodeBlock, ...], Any]:
+def price_blocks(graph: Graph, params: Any, request: Request) -> tuple[tuple[NodeBlock, ...], CostTable]:
+    """Coarsen a graph into blocks and price them.
+
+    Args:
+        graph: the graph.
+        params: the user's tree, as shapes.
+        request: cluster, named cuts and optimizer are read.
+    """
     cluster, constraints = request.cluster, request.constraints
     opened = open_graph(graph)
     rows = max(1, graph.program.rows // 4)

@@ -346,7 +346,7 @@ def _values(opened: OpenedGraph, blocks: Sequence[Sequence[int]]) -> tuple[Block
     graph, program = opened.graph, opened.graph.program
     block_of = {n: b for b, nodes in enumerate(blocks) for n in nodes}
     first, second = opened.twins.nbytes
-    definer = {v: e for e in range(len(program.eqns)) for v in program.writes(e)}
+    definer = program.definer
     found = []
     for edge in graph.edges:
         producer = block_of[edge.producer]

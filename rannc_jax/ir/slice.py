@@ -73,7 +73,7 @@ def prologue_slice(graph: Graph, values: Iterable[int]) -> Slice:
     """The parameter-only work behind some prologue values, as a slice with those values as outputs."""
     wanted = tuple(sorted(set(values)))
     equations: set[int] = set()
-    definer = {v: e for e in range(len(graph.program.eqns)) for v in graph.program.writes(e)}
+    definer = graph.program.definer
     stack = list(wanted)
     while stack:
         e = definer.get(stack.pop())
@@ -165,7 +165,7 @@ def _clones_of(graph: Graph, wanted: Sequence[int], have: set[int]) -> set[int]:
     """Equations outside nodes and prologue that some values need and that are not there yet."""
     program = graph.program
     owned = {e for node in graph.nodes for e in node.equations} | set(graph.prologue)
-    definer = {v: e for e in range(len(program.eqns)) for v in program.writes(e)}
+    definer = program.definer
     found: set[int] = set()
     stack = list(wanted)
     while stack:

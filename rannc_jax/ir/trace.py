@@ -51,6 +51,7 @@ class Program:
     const_values: tuple[Any, ...] = ()
     vars: tuple[jex.Var, ...] = field(init=False)
     value_ids: dict[jex.Var, int] = field(init=False)
+    definer: dict[int, int] = field(init=False)  # value id -> index of the equation that makes it
     _reads: tuple[tuple[int, ...], ...] = field(init=False)
     _writes: tuple[tuple[int, ...], ...] = field(init=False)
 
@@ -63,6 +64,7 @@ class Program:
         read = ([ids[a] for a in e.invars if not isinstance(a, jex.Literal) and a in ids] for e in core.eqns)
         object.__setattr__(self, "_reads", tuple(tuple(dict.fromkeys(found)) for found in read))
         object.__setattr__(self, "_writes", tuple(tuple(ids[v] for v in e.outvars) for e in core.eqns))
+        object.__setattr__(self, "definer", {v: e for e, made in enumerate(self._writes) for v in made})
 
     @property
     def eqns(self) -> Sequence[jex.JaxprEqn]:
