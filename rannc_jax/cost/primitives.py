@@ -28,7 +28,7 @@ ARITHMETIC = names(
     "mulhi integer_pow"
 )
 TRANSCENDENTAL = names(
-    "exp exp2 expm1 log log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atan2 atanh "
+    "exp exp2 expm1 log log1p log2 log10 tanh sin cos tan asin acos atan sinh cosh asinh acosh atan2 atanh "
     "logistic erf erfc erf_inv pow cbrt lgamma digamma polygamma igamma igammac igamma_grad_a "
     "random_gamma_grad regularized_incomplete_beta bessel_i0e bessel_i1e zeta"
 )

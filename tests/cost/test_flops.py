@@ -227,4 +227,5 @@ def experts(x):
 def test_what_real_models_use_has_a_rule(fn, monkeypatch):
     monkeypatch.setattr("rannc_jax.cost.flops._unknown", {})
     assert jaxpr_flops(jax.make_jaxpr(fn)(jnp.ones((8, 8)))) > 0
-    assert set(flops._unknown) <= {"while"}
+    # The turns of a loop are not known; what newer JAX calls a hi primitive has no body to look into.
+    assert set(flops._unknown) <= {"while", "call_hi_primitive"}
