@@ -19,7 +19,7 @@ from rannc_jax.partition.order import orders
 from rannc_jax.partition.space import replica_counts
 from rannc_jax.partition.stage import Placement, StageModel
 
-MOST_EVEN = 16
+MOST_EVEN = 24
 """Even cuts that are priced on the clock, with one chunk a rank, and with several."""
 MOST_SPLIT = 12
 """Plans that are tried with a split backward."""
@@ -85,8 +85,9 @@ def _cuts(evaluator: Evaluator, schedule: NamedSchedule) -> Iterator[_Cut]:
             continue
         for replicas in _replicas(evaluator, ranks, m):
             seconds = _seconds(model, order, model.rows // m // replicas, trains=schedule.has_backward)
-            ends = _even(seconds, num_stages) if space.boundaries is None else space.boundaries[1:]
-            if len(ends) == num_stages:
+            for ends in _even(seconds, num_stages) if space.boundaries is None else [space.boundaries[1:]]:
+                if len(ends) != num_stages:
+                    continue
                 sums = np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]])
                 busiest_s = float(sums.reshape(chunks, ranks).sum(axis=0).max())
                 yield _Cut(
@@ -119,19 +120,28 @@ def _seconds(model: StageModel, order: Sequence[int], rows: int, *, trains: bool
     )
 
 
-def _even(seconds: NDArray[np.float64], parts: int) -> tuple[int, ...]:
-    """Ends of `parts` runs whose longest is as short as can be; O(parts x blocks^2)."""
+def _even(seconds: NDArray[np.float64], parts: int) -> list[tuple[int, ...]]:
+    """Ends of `parts` runs: as even as can be, and as even as can be with the longest as short as can be."""
     count = len(seconds)
     total = np.concatenate([[0.0], np.cumsum(seconds)])
     is_run = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
-    longest = np.where(is_run, total[None, :] - total[:, None], np.inf)
+    lengths = np.where(is_run, total[None, :] - total[:, None], np.inf)
+    _, shortest_s = _best_ends(lengths, parts, np.maximum)
+    even, _ = _best_ends(lengths**2, parts, np.add)
+    short, _ = _best_ends(np.where(lengths <= shortest_s * (1 + 1e-9), lengths**2, np.inf), parts, np.add)
+    return list(dict.fromkeys((even, short)))
+
+
+def _best_ends(costs: NDArray[np.float64], parts: int, combine: np.ufunc) -> tuple[tuple[int, ...], float]:
+    """Ends of runs [begin, end] that cost least together, and that cost; O(parts x blocks^2)."""
+    count = len(costs) - 1
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     choices = []
     for _ in range(parts):
-        found = np.maximum(best[:, None], longest)
+        found = combine(best[:, None], costs)
         choices.append(found.argmin(axis=0))
         best = found.min(axis=0)
     ends = [count]
     for choice in reversed(choices[1:]):
         ends.append(int(choice[ends[-1]]))
-    return tuple(reversed(ends))
+    return tuple(reversed(ends)), float(best[count])

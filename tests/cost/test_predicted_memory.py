@@ -28,9 +28,7 @@ def test_what_stage_programs_take_and_give_is_known_to_the_byte(name: str, remat
     assert [str(row) for row in rows if not row.is_exact] == []
 
 
-@pytest.mark.skipif(
-    NEWER, reason="newer XLA takes less: GPT is predicted 2.4 times too large"
-)
+@pytest.mark.skipif(NEWER, reason="newer XLA takes less: GPT is predicted 2.4 times too large")
 @pytest.mark.parametrize("name, remat", [("gpt", Remat.SAVE_MATMULS), ("moe", Remat.SAVE_ALL)])
 def test_what_stage_programs_need_meanwhile_is_known_to_a_quarter(name: str, remat: Remat) -> None:
     rows = list(predicted_memory.compare(name, TINY[name](), remat))
