@@ -21,6 +21,7 @@ from rannc_jax.contract import Remat
 from rannc_jax.cost.table import CostTable
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simulator
 from rannc_jax.partition.constraints import Constraints, NamedSchedule
+from rannc_jax.partition.even import best_ends, run_weights
 from rannc_jax.partition.mode import Mode
 from rannc_jax.partition.space import Menu, search_space
 from rannc_jax.partition.stage import Placement, StageModel
@@ -106,21 +107,8 @@ def equal_candidates(
 
 def equal_cut(weights: Sequence[float], num_stages: int) -> list[range]:
     """Cut a row into runs, none empty, that weigh as nearly the same as possible (least squares)."""
-    count = len(weights)
-    total = np.concatenate([[0.0], np.cumsum(weights)])
-    ends = np.arange(count + 1)
-    runs = np.where(ends[:, None] < ends[None, :], (total[None, :] - total[:, None]) ** 2, np.inf)
-    best = np.full(count + 1, np.inf)
-    best[0] = 0.0
-    choices = []
-    for _ in range(num_stages):
-        candidates = best[:, None] + runs
-        choices.append(np.argmin(candidates, axis=0))
-        best = candidates.min(axis=0)
-    bounds = [count]
-    for choice in reversed(choices):
-        bounds.append(int(choice[bounds[-1]]))
-    return [range(a, b) for a, b in itertools.pairwise(reversed(bounds))]
+    ends, _ = best_ends(run_weights(weights) ** 2, num_stages, np.add)
+    return [range(a, b) for a, b in itertools.pairwise((0, *ends))]
 
 
 def parameter_weights(table: CostTable) -> list[float]:

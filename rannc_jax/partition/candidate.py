@@ -116,25 +116,20 @@ class Evaluator:
 
     def __call__(self, candidate: Candidate) -> Evaluation | None:
         """Price a candidate, every rank in the mode that is fastest for itself."""
-        prices: dict[int, StagePrice] = {}
+        m, chosen = candidate.num_microbatches, []
         for rank in range(candidate.num_ranks):
             fitting = [option for option in self.options(candidate, rank) if option[0].fullness <= 1.0]
             if not fitting:
                 return None
-            m = candidate.num_microbatches
-            best = min(fitting, key=lambda option: (_step_s(option, m), _peak_bytes(option)))
-            prices |= zip(candidate.stages_of(rank), best, strict=True)
-        return self.evaluate(candidate, tuple(prices[stage] for stage in range(candidate.num_stages)))
+            chosen.append(min(fitting, key=lambda option: (_step_s(option, m), _peak_bytes(option))))
+        return self.evaluate(candidate, _by_stage(chosen))
 
     def smallest(self, candidate: Candidate) -> Evaluation:
         """Price a candidate with the modes that need least memory, fitting or not."""
-        prices: dict[int, StagePrice] = {}
-        for rank in range(candidate.num_ranks):
-            m = candidate.num_microbatches
-            options = self.options(candidate, rank)
-            best = min(options, key=lambda option: (option[0].fullness, _step_s(option, m)))
-            prices |= zip(candidate.stages_of(rank), best, strict=True)
-        return self.evaluate(candidate, tuple(prices[stage] for stage in range(candidate.num_stages)))
+        m = candidate.num_microbatches
+        options = (self.options(candidate, rank) for rank in range(candidate.num_ranks))
+        chosen = [min(each, key=lambda option: (option[0].fullness, _step_s(option, m))) for each in options]
+        return self.evaluate(candidate, _by_stage(chosen))
 
     def options(self, candidate: Candidate, rank: int) -> list[tuple[StagePrice, ...]]:
         """The prices of the stages of a rank in each mode, the same for all of them, fitting or not."""
@@ -178,6 +173,11 @@ class Evaluator:
             pipeline_s=max(ends),
             bubble_fraction=timeline.bubble_fraction,
         )
+
+
+def _by_stage(of_rank: Sequence[tuple[StagePrice, ...]]) -> tuple[StagePrice, ...]:
+    """Prices in the order of the stages: the first of every rank, the second of every rank, and so on."""
+    return tuple(price for chunk in zip(*of_rank, strict=True) for price in chunk)
 
 
 def _step_s(prices: Sequence[StagePrice], num_microbatches: int) -> float:

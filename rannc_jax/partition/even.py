@@ -6,8 +6,9 @@ split backward keeps in flight depends on the whole plan, so zero-bubble plans a
 backwards, run by another schedule.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +16,8 @@ from numpy.typing import NDArray
 
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator
 from rannc_jax.partition.constraints import NamedSchedule
-from rannc_jax.partition.order import orders
 from rannc_jax.partition.space import replica_counts
-from rannc_jax.partition.stage import Placement, StageModel
+from rannc_jax.partition.stage import Placement
 
 MOST_EVEN = 24
 """Even cuts that are priced on the clock, with one chunk a rank, and with several."""
@@ -28,12 +28,14 @@ MOST_SPLIT = 12
 def even_cuts(evaluator: Evaluator) -> Iterator[Candidate]:
     """The most promising even cuts, by an estimate of their steps."""
     whole = [schedule for schedule in evaluator.space.schedules if not schedule.splits_backward]
+    seconds_of = functools.cache(functools.partial(_seconds, evaluator))
+    ends_of = functools.cache(lambda rows, num_stages: _even(seconds_of(rows), num_stages))
     for several in (False, True):
         schedules = [schedule for schedule in whole if (schedule.num_chunks > 1) is several]
-        found = [cut for schedule in schedules for cut in _cuts(evaluator, schedule)]
+        found = [cut for schedule in schedules for cut in _cuts(evaluator, schedule, seconds_of, ends_of)]
         found.sort(key=lambda cut: (cut.step_s, cut.num_stages, cut.num_microbatches))
         for cut in found[:MOST_EVEN]:
-            yield cut.candidate(evaluator.model)
+            yield cut.candidate()
 
 
 def split_backwards(evaluator: Evaluator, whole: Sequence[Evaluation]) -> Iterator[Candidate]:
@@ -59,36 +61,40 @@ class _Cut:
     num_microbatches: int
     num_replicas: int
     num_stages: int
-    order: tuple[int, ...]
     ends: tuple[int, ...]
 
-    def candidate(self, model: StageModel) -> Candidate:
+    def candidate(self) -> Candidate:
         ranks = self.num_stages // self.schedule.num_chunks
         runs = itertools.pairwise((0, *self.ends))
         placements = tuple(
-            Placement(
-                tuple(sorted(self.order[begin:end])), stage % ranks * self.num_replicas, self.num_replicas
-            )
+            Placement(tuple(range(begin, end)), stage % ranks * self.num_replicas, self.num_replicas)
             for stage, (begin, end) in enumerate(runs)
         )
         return Candidate(self.schedule, self.num_microbatches, placements)
 
 
-def _cuts(evaluator: Evaluator, schedule: NamedSchedule) -> Iterator[_Cut]:
-    """For every number of ranks, microbatches and replicas the cut into runs of about equal time."""
+def _cuts(
+    evaluator: Evaluator,
+    schedule: NamedSchedule,
+    seconds_of: Callable[[int], NDArray[np.float64]],
+    ends_of: Callable[[int, int], list[tuple[int, ...]]],
+) -> Iterator[_Cut]:
+    """For every number of ranks, microbatches and replicas the cuts into runs of about equal time.
+
+    `seconds_of` rows are those of the blocks; `ends_of` rows and a number of stages are those of the runs.
+    """
     model, space, chunks = evaluator.model, evaluator.space, schedule.num_chunks
-    order = tuple(range(model.num_blocks)) if space.boundaries else orders(model.num_blocks, model.values)[0]
     most = min(model.num_devices, model.num_blocks // chunks)
     for ranks, m in itertools.product(range(1 if chunks == 1 else 2, most + 1), space.num_microbatches):
         num_stages = ranks * chunks
         if space.num_stages not in (None, num_stages) or not schedule.runs(num_stages, m):
             continue
         for replicas in _replicas(evaluator, ranks, m):
-            seconds = _seconds(model, order, model.rows // m // replicas, trains=schedule.has_backward)
-            for ends in _even(seconds, num_stages) if space.boundaries is None else [space.boundaries[1:]]:
+            rows = model.rows // m // replicas
+            for ends in ends_of(rows, num_stages) if space.boundaries is None else [space.boundaries[1:]]:
                 if len(ends) != num_stages:
                     continue
-                sums = np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]])
+                sums = np.diff(np.concatenate([[0.0], np.cumsum(seconds_of(rows))])[[0, *ends]])
                 busiest_s = float(sums.reshape(chunks, ranks).sum(axis=0).max())
                 yield _Cut(
                     step_s=m * busiest_s + (ranks - 1) * float(sums.max()),
@@ -96,7 +102,6 @@ def _cuts(evaluator: Evaluator, schedule: NamedSchedule) -> Iterator[_Cut]:
                     num_microbatches=m,
                     num_replicas=replicas,
                     num_stages=num_stages,
-                    order=order,
                     ends=tuple(ends),
                 )
 
@@ -111,10 +116,11 @@ def _replicas(evaluator: Evaluator, ranks: int, num_microbatches: int) -> tuple[
     return tuple(r for r in counts if r * ranks <= model.num_devices)[-1:]
 
 
-def _seconds(model: StageModel, order: Sequence[int], rows: int, *, trains: bool) -> NDArray[np.float64]:
+def _seconds(evaluator: Evaluator, rows: int) -> NDArray[np.float64]:
     """Forward and cheapest backward of every block on the slowest kind of device."""
+    model, trains = evaluator.model, evaluator.space.schedules[0].has_backward
     kinds = range(len(model.kinds))
-    prices = [[model.block_price(block, rows, kind) for kind in kinds] for block in order]
+    prices = [[model.block_price(block, rows, kind) for kind in kinds] for block in range(model.num_blocks)]
     return np.array(
         [max(p.forward_s + (min(p.backward_s.values()) if trains else 0.0) for p in each) for each in prices]
     )
@@ -122,17 +128,21 @@ def _seconds(model: StageModel, order: Sequence[int], rows: int, *, trains: bool
 
 def _even(seconds: NDArray[np.float64], parts: int) -> list[tuple[int, ...]]:
     """Ends of `parts` runs: as even as can be, and as even as can be with the longest as short as can be."""
-    count = len(seconds)
-    total = np.concatenate([[0.0], np.cumsum(seconds)])
-    is_run = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
-    lengths = np.where(is_run, total[None, :] - total[:, None], np.inf)
-    _, shortest_s = _best_ends(lengths, parts, np.maximum)
-    even, _ = _best_ends(lengths**2, parts, np.add)
-    short, _ = _best_ends(np.where(lengths <= shortest_s * (1 + 1e-9), lengths**2, np.inf), parts, np.add)
+    lengths = run_weights(seconds)
+    _, shortest_s = best_ends(lengths, parts, np.maximum)
+    even, _ = best_ends(lengths**2, parts, np.add)
+    short, _ = best_ends(np.where(lengths <= shortest_s * (1 + 1e-9), lengths**2, np.inf), parts, np.add)
     return list(dict.fromkeys((even, short)))
 
 
-def _best_ends(costs: NDArray[np.float64], parts: int, combine: np.ufunc) -> tuple[tuple[int, ...], float]:
+def run_weights(weights: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weight of every run [begin, end]; infinite where there is none."""
+    total = np.concatenate([[0.0], np.cumsum(weights)])
+    is_run = np.triu(np.ones((len(total), len(total)), dtype=bool), 1)
+    return np.where(is_run, total[None, :] - total[:, None], np.inf)
+
+
+def best_ends(costs: NDArray[np.float64], parts: int, combine: np.ufunc) -> tuple[tuple[int, ...], float]:
     """Ends of runs [begin, end] that cost least together, and that cost; O(parts x blocks^2)."""
     count = len(costs) - 1
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
