@@ -26,7 +26,9 @@ from benchmarks.models.moe import Moe
 from benchmarks.models.unet import UNet
 from benchmarks.plan_quality import EQUAL, SCHEDULES, make_task
 from rannc_jax import parallelize, planning
+from rannc_jax.api import RUNNABLE
 from rannc_jax.cluster import ClusterSpec
+from rannc_jax.cost.calibrate import calibrate
 from rannc_jax.cost.presets import device_preset
 from rannc_jax.partition.baselines import equal_plan, rannc_plan
 from rannc_jax.partition.candidate import Evaluation
@@ -85,7 +87,9 @@ def plans_of(case: Case, cluster: ClusterSpec) -> dict[str, Plan]:
     example = case.example(DEVICES * case.rows_per_device)
     plans = {}
     for name, constraints in {"ours": Constraints(), **fixed}.items():
-        request = planning.Request(cluster=cluster, constraints=constraints, optimizer=optax.adamw(1e-4))
+        request = planning.Request(
+            cluster=cluster, constraints=constraints, optimizer=optax.adamw(1e-4), menu=RUNNABLE
+        )
         plans[name] = planning.plan_function(case.subject(), example, request)[0]
     return plans
 
@@ -124,14 +128,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calibrate", action="store_true", help="measure the devices, not the preset")
     parser.add_argument("--models", nargs="*", default=list(SMALL), choices=list(SMALL))
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    measured = calibrate(seconds=30).device if arguments.calibrate else None
     print(f"{'model':20} {'planner':10} {'predicted ms':>12} {'measured ms':>11} {'least':>8}  plan")
     for name in arguments.models:
         make, megabytes = SMALL[name]
         case = make()
-        device = replace(device_preset("cpu"), memory_bytes=megabytes * 10**6)
+        device = replace(measured or device_preset("cpu"), memory_bytes=megabytes * 10**6)
         plans = plans_of(case, uniform_cluster(device, DEVICES, "host"))
         seconds = measure(case, plans, arguments.rounds)
         for planner, plan in plans.items():

@@ -38,6 +38,8 @@ _RATES: tuple[tuple[str, str, Any], ...] = (  # name of the rate, dtype of the o
     ("int8", "int8", None),
 )
 _GPU_ONLY = frozenset({"tensorfloat32", "float8_e4m3fn", "float8_e5m2", "int8"})
+_RARE = frozenset({"float8_e4m3fn", "float8_e5m2", "int8"})
+"""Measured last: no training in full precision needs them, and some take most of a minute to compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +104,7 @@ class _Bench:
         copied = self._needed("memory bandwidth", self._copy, "GB/s", 1e9)
         dispatch_s = self._needed("dispatch", self._dispatch, "us", 1e-6)
         launch_s = self._needed("launch", self._launch, "us", 1e-6)
-        for name, dtype, precision in _RATES:
-            if self.is_cpu and name in _GPU_ONLY:
-                continue
-            measure = functools.partial(self._product, dtype, precision)
-            rate = (self._needed if name == "float32" else self._wanted)(
-                f"product {name}", measure, "TFLOP/s", 1e12
-            )
-            if rate is not None:
-                self.found.rates[name] = rate
+        self._products(rare=False)
         best = "float32" if self.is_cpu or "bfloat16" not in self.found.rates else "bfloat16"
         for name, measure in (("convolution", self._convolution), ("attention", self._attention)):
             rate = self._wanted(name, functools.partial(measure, best), "TFLOP/s", 1e12)
@@ -121,6 +115,9 @@ class _Bench:
         to_host = self._wanted("to host memory", self._to_host, "GB/s", 1e9)
         from_host = self._wanted("from host memory", self._from_host, "GB/s", 1e9)
         slower = {"host_bytes_per_s": min(to_host, from_host)} if to_host and from_host else {}
+        several = len(self.devices) > 1
+        all_reduce = self._wanted("all-reduce", self._all_reduce, "GB/s", 1e9) if several else None
+        self._products(rare=True)
         return Calibration(
             device=DeviceSpec(
                 kind=first.device_kind,
@@ -135,13 +132,22 @@ class _Bench:
             ),
             description=f"{first.platform} {first.device_kind}",
             intra_host=link,
-            all_reduce_bytes_per_s=self._wanted("all-reduce", self._all_reduce, "GB/s", 1e9)
-            if len(self.devices) > 1
-            else None,
+            all_reduce_bytes_per_s=all_reduce,
             to_host_bytes_per_s=to_host,
             from_host_bytes_per_s=from_host,
             skipped=tuple(self.found.skipped),
         )
+
+    def _products(self, *, rare: bool) -> None:
+        """Measure the rates of products, by dtype."""
+        for name, dtype, precision in _RATES:
+            if (self.is_cpu and name in _GPU_ONLY) or (name in _RARE) != rare:
+                continue
+            measure = functools.partial(self._product, dtype, precision)
+            record = self._needed if name == "float32" else self._wanted
+            rate = record(f"product {name}", measure, "TFLOP/s", 1e12)
+            if rate is not None:
+                self.found.rates[name] = rate
 
     def _is_fast(self, dtype: str) -> bool:
         """Whether float32 work here runs at the rate of tensorfloat32."""
@@ -200,7 +206,7 @@ class _Bench:
         with jax.enable_x64(dtype == "float64"):
             out = jnp.int32 if dtype == "int8" else jnp.float32 if dtype.startswith("float8") else None
             multiply = jax.jit(lambda x, y: jnp.matmul(x, y, precision=precision, preferred_element_type=out))
-            best, size = 0.0, self._size(1024, 256)
+            best, size = 0.0, self._size(4096, 256)
             while size <= self._size(8192, 4096):
                 x = jnp.ones((size, size), dtype)
                 seconds = self.clock.seconds(functools.partial(multiply, x, x), most_s=0.3)
