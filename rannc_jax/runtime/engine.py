@@ -173,12 +173,20 @@ class Engine:
         )
         return replace(fresh, params=example.params)
 
-    def _prepare(self, shapes: Any, batch_grads: frozenset[int]) -> Prepared:
-        example = self._example_for(shapes)
+    def graph(self, batch: Any) -> Graph:
+        """The program for a batch of this shape, before anything is lowered."""
+        shapes = self._as_planned(abstract(batch))
+        return self._graph(shapes, self._example_for(shapes))
+
+    def _graph(self, shapes: Any, example: Example) -> Graph:
         key = _signature(shapes)
         if key not in self._graphs:
             self._graphs[key] = prepare(self.who, example)
-        graph = self._graphs[key]
+        return self._graphs[key]
+
+    def _prepare(self, shapes: Any, batch_grads: frozenset[int]) -> Prepared:
+        example = self._example_for(shapes)
+        graph = self._graph(shapes, example)
         if batch_grads:
             graph = build_graph(graph.program, graph.twin, graph.info, batch_grads=batch_grads)
         layout = self._layout(graph, example)

@@ -113,7 +113,7 @@ def check_like(tree: Any, like: Any, name: str) -> None:
     if jax.tree.structure(tree) != jax.tree.structure(like):
         raise TraceError(
             message(
-                f"state.{name} has another structure than at init.",
+                f"{name} has another structure than at init.",
                 f"got {jax.tree.structure(tree)}",
                 f"expected {jax.tree.structure(like)}",
             )
@@ -124,7 +124,7 @@ def check_like(tree: Any, like: Any, name: str) -> None:
         leaf, wanted = pairs[differs[0]]
         raise TraceError(
             message(
-                f"state.{path_leaves(tree, name)[0][differs[0]]} has another shape or dtype than at init.",
+                f"{path_leaves(tree, name)[0][differs[0]]} has another shape or dtype than at init.",
                 f"got {leaf.dtype}{list(leaf.shape)}, expected {wanted.dtype}{list(wanted.shape)}",
             )
         )

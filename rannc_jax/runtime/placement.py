@@ -13,7 +13,7 @@ from rannc_jax.ir.leaves import Slicing
 from rannc_jax.ir.roles import Role
 from rannc_jax.runtime.engine import Prepared, settled
 from rannc_jax.runtime.given import check_like
-from rannc_jax.runtime.optimizer import OptimizerCut, init_state
+from rannc_jax.runtime.optimizer import OptimizerCut, grad_dtype, init_state
 from rannc_jax.runtime.stacked import flat_parts, packed, part_of, slicings_of
 from rannc_jax.runtime.state import TrainState
 from rannc_jax.runtime.transfer import move, place
@@ -155,18 +155,31 @@ class Placement:
 
         cut = self.cut
         return state.replace(
-            params=laid(state.params, cut.param_owner, cut.params, cut.param_slicing, "params"),
-            opt_state=laid(state.opt_state, cut.state_owner, cut.state, cut.state_slicing, "opt_state"),
+            params=laid(state.params, cut.param_owner, cut.params, cut.param_slicing, "state.params"),
+            opt_state=laid(state.opt_state, cut.state_owner, cut.state, cut.state_slicing, "state.opt_state"),
         )
 
     def gradients(self, prepared: Prepared, env: Mapping[Any, Any]) -> list[Any]:
         """Gradients, slice by slice, where their parameters live (a batch of another shape may be read
         elsewhere)."""
-        ids, owners = self.ids(Role.PARAM), self.owners(Role.PARAM)
+        inputs = prepared.graph.program.inputs
+        ids = [v for v, leaf in enumerate(inputs) if leaf.role is Role.PARAM]
         if prepared.table.owner == self.home.table.owner and prepared.layout.meshes == self.meshes:
             return [env["grad", v] for v in ids]
-        pairs = zip(ids, owners, strict=True)
-        return [move([env["grad", v]], [None], self.meshes[stage])[0] for v, stage in pairs]
+        stages = dict(zip(self.paths(Role.PARAM), self.owners(Role.PARAM), strict=True))
+        homes = [self.meshes[stages.get(inputs[v].path, prepared.table.owner[v])] for v in ids]
+        return [move([env["grad", v]], [None], mesh)[0] for v, mesh in zip(ids, homes, strict=True)]
+
+    def settled_gradients(self, grads: Any) -> list[Any]:
+        """Gradients that a user brings, slice by slice, on the stages of their parameters."""
+        assert self.cut is not None
+        cut = self.cut
+        check_like(grads, cut.params, "grads")
+        parts = flat_parts(grads, cut.param_slicing)
+        return [
+            settled(part, self.meshes[stage]).astype(grad_dtype(part.dtype))
+            for part, stage in zip(parts, cut.param_owner, strict=True)
+        ]
 
 
 def _as_dtype(value: Any, dtype: Any) -> Any:

@@ -250,6 +250,41 @@ class Step:
             wait(env["loss",], grads)
         if self._options.check_finite:
             check_finite(env["loss",], grads, at.paths(Role.PARAM))
+        new = self._updated(at, state, grads, env["loss",])
+        out = loss_out(prepared, env, state.model_state)
+        return new.replace(model_state=out.model_state, step=_next(state.step, rng)), replace(
+            out, model_state=None
+        )
+
+    def update(self, state: TrainState, grads: Any, *, loss: Any = None) -> TrainState:
+        """The optimizer's update alone, with gradients that `value_and_grad` gave.
+
+        The caller may have added them up over batches, scaled or clipped them.
+
+        Args:
+            state: from `init` or a step.
+            grads: a tree like the parameters.
+            loss: scalar, for optimizers that read it.
+
+        Returns:
+            The state with new parameters and optimizer state; the step's number stays.
+
+        Raises:
+            TraceError: there is no optimizer, or the gradients have another structure, shape or dtype.
+        """
+        _, at = self._ready(state, None)
+        if at.cut is None:
+            raise TraceError(
+                message("this step has no optimizer.", hint="auto_partition(fn, optimizer=...).")
+            )
+        if at.cut.needs_loss and loss is None:
+            raise TraceError(message("the optimizer reads the loss.", hint="update(state, grads, loss=...)."))
+        state = at.settled(state)
+        return self._updated(at, state, at.settled_gradients(grads), loss)
+
+    def _updated(self, at: Placement, state: TrainState, grads: Sequence[Any], loss: Any) -> TrainState:
+        """The state after an update; gradients slice by slice, on the stages of their parameters."""
+        assert at.cut is not None
         params, opt_state = apply_cut(
             at.cut,
             at.meshes,
@@ -257,14 +292,10 @@ class Step:
             state.opt_state,
             state.params,
             move,
-            loss=move([env["loss",]], [None], at.meshes[at.cut.hub])[0],
+            loss=None if loss is None else move([loss], [None], at.meshes[at.cut.hub])[0],
             donate=self._options.donate,
         )
-        out = loss_out(prepared, env, state.model_state)
-        new = state.replace(
-            params=params, opt_state=opt_state, model_state=out.model_state, step=_next(state.step, rng)
-        )
-        return new, replace(out, model_state=None)
+        return state.replace(params=params, opt_state=opt_state)
 
     def value_and_grad(
         self, state: TrainState, batch: Batch, *, wrt_batch: Sequence[str] = (), rng: Any = None
@@ -283,11 +314,22 @@ class Step:
         engine, at = self._ready(state, batch)
         if self._optimizer is None:
             raise TraceError(message("this step has no loss.", hint="auto_partition(fn, optimizer=...)."))
-        ids = at.ids(Role.BATCH)
+        return self._differentiated(engine, at, state, batch, wrt_batch, rng)
+
+    def _differentiated(
+        self,
+        engine: Engine,
+        at: Placement,
+        state: TrainState,
+        batch: Batch,
+        wrt_batch: Sequence[str],
+        rng: Any,
+    ) -> tuple[LossOut, Any]:
+        ids = [v for v, leaf in enumerate(engine.graph(batch).program.inputs) if leaf.role is Role.BATCH]
         chosen = {name: ids[k] for name, k in batch_leaves(batch, wrt_batch).items()}
         prepared, env = self._run(engine, state, batch, rng, frozenset(chosen.values()))
         out = loss_out(prepared, env, state.model_state)
-        slicings = at.slicings(Role.PARAM)
+        slicings = slicings_of(prepared.graph.program.leaves(Role.PARAM))
         dtypes = [part.dtype for part in flat_parts(state.params, slicings)]
         sums = [g.astype(dtype) for g, dtype in zip(at.gradients(prepared, env), dtypes, strict=True)]
         grads = packed(jax.tree.structure(state.params), slicings, sums)
@@ -299,6 +341,29 @@ class Step:
             for name, v in chosen.items()
         }
         return out, (grads, found)
+
+    def differentiate(
+        self, fn: Callable[..., Any], *, takes: Sequence[str] | None = None, batch_dims: Any = None
+    ) -> Callable[..., Any]:
+        """Another loss of the same parameters: its value and gradients, cut by where they live.
+
+        Args:
+            fn: `fn(params, batch, **keywords)` that returns what a loss function of `auto_partition` may, or
+                an object with a `loss_fn`.
+            takes, batch_dims: as in `evaluate`.
+
+        Returns:
+            `value_and_grad(state, batch, wrt_batch=(), rng=None)`, as the method of that name.
+        """
+        call = getattr(fn, "loss_fn", fn)
+        batch_dims = getattr(fn, "batch_dims", None) if batch_dims is None else batch_dims
+        engine_of = self._second(subject(call, takes, is_loss=True), batch_dims, train=True)
+
+        def run(state: TrainState, batch: Batch, *, wrt_batch: Sequence[str] = (), rng: Any = None) -> Any:
+            engine, at = engine_of(state, batch, rng)
+            return self._differentiated(engine, at, state, batch, wrt_batch, rng)
+
+        return run
 
     def evaluate(
         self, fn: Callable[..., Any], *, takes: Sequence[str] | None = None, batch_dims: Any = None
@@ -316,35 +381,42 @@ class Step:
         """
         call = getattr(fn, "outputs_fn", None) or getattr(fn, "loss_fn", fn)
         batch_dims = getattr(fn, "batch_dims", None) if batch_dims is None else batch_dims
-        declared = subject(call, takes, is_loss=False)
-        engines: dict[Any, Engine] = {}
+        engine_of = self._second(subject(call, takes, is_loss=False), batch_dims, train=False)
 
         def run(state: TrainState, batch: Batch, *, rng: Any = None) -> Any:
-            _, at = self._ready(state, batch)
             rng = state.rng if rng is None else rng
-            who = declared.with_given(frozen=state.frozen, model_state=state.model_state, rng=rng)
+            engine, _ = engine_of(state, batch, rng)
+            return outputs(*self._run(engine, state, batch, rng))
+
+        return run
+
+    def _second(
+        self, declared: Subject, batch_dims: Any, *, train: bool
+    ) -> Callable[[TrainState, Batch, Any], tuple[Engine, Placement]]:
+        """Engines of another function of the same parameters, one for every structure of a batch."""
+        engines: dict[Any, Engine] = {}
+
+        def engine_of(state: TrainState, batch: Batch, rng: Any) -> tuple[Engine, Placement]:
+            _, at = self._ready(state, batch)
+            given = {"frozen": state.frozen, "model_state": state.model_state}
+            given["rng"] = state.rng if rng is None else rng
+            who = declared.with_given(**given)
             key = (at, who.takes, jax.tree.structure(batch))
             if key not in engines:
                 same = jax.tree.structure(batch) == jax.tree.structure(at.home.example.batch)
                 dims = batch_dims if batch_dims is not None else self._batch_dims if same else AUTO
-                engines[key] = self._evaluation_engine(who, at, state, batch, rng, dims)
-            return outputs(*self._run(engines[key], state, batch, rng))
+                example = make_example(who, abstract(state.params), batch, batch_dims=dims, **given)
+                readers, count = at.readers(), len(at.meshes)
+                engines[key] = self._make_engine(
+                    who,
+                    example,
+                    lambda g: stages_by_parameters(g, readers, count),
+                    train=train,
+                    batch_dims=dims,
+                )
+            return engines[key], at
 
-        return run
-
-    def _evaluation_engine(
-        self, who: Subject, at: Placement, state: TrainState, batch: Batch, rng: Any, batch_dims: Any
-    ) -> Engine:
-        given = {"frozen": state.frozen, "model_state": state.model_state, "rng": rng}
-        example = make_example(who, abstract(state.params), batch, batch_dims=batch_dims, **given)
-        readers, count = at.readers(), len(at.meshes)
-        return self._make_engine(
-            who,
-            example,
-            lambda g: stages_by_parameters(g, readers, count),
-            train=False,
-            batch_dims=batch_dims,
-        )
+        return engine_of
 
     def reference(self, state: TrainState, batch: Batch, *, rng: Any = None) -> tuple[TrainState, LossOut]:
         """The same step as one unpartitioned pure function: the oracle.

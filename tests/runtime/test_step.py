@@ -309,6 +309,38 @@ def test_own_updates_replace_the_parameters_of_the_state():
 # --- the state ------------------------------------------------------------------------------------
 
 
+def test_an_update_of_its_own_takes_gradients_that_were_added_up_and_scaled():
+    params, batches = layers(), [rows(seed=k) for k in range(2)]
+    step, state = train(loss_fn, params, batches[0])
+    grads = [step.value_and_grad(state, batch)[1] for batch in batches]
+    new = step.update(state, jax.tree.map(lambda a, b: (a + b) / 2, *grads))
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *batches)
+    whole, state = train(loss_fn, params, both)
+    expected, _ = whole(state, both)
+    assert_close(step.gather(new.params), whole.gather(expected.params))
+    with pytest.raises(TraceError, match="grads has another structure"):
+        step.update(new, {"w": 1.0})
+
+
+def test_gradients_of_another_loss_are_cut_by_where_parameters_live():
+    def product(params, batch):
+        out = net(params, batch["in"]["x"])
+        return LossOut(loss=jnp.sum(out * batch["cotangent"]), aux=out)
+
+    params, batch = layers(), rows()
+    step, state = train(loss_fn, params, batch)
+    other = {"in": {"x": batch["x"]}, "cotangent": batch["y"]}
+    out, (grads, inputs) = step.differentiate(product)(state, other, wrt_batch=["['in']['x']"])
+
+    def of_inputs(params, x):
+        return product(params, {**other, "in": {"x": x}}).loss
+
+    loss, expected = jax.value_and_grad(of_inputs, argnums=(0, 1))(params, batch["x"])
+    assert_close(out.loss, loss)
+    assert_close(out.aux, net(params, batch["x"]))
+    assert_close((step.gather(grads), inputs["['in']['x']"]), expected)
+
+
 def test_steps_train_as_one_device_does():
     params, optimizer = layers(), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
     step, state = train(loss_fn, params, rows(), optimizer=optimizer, replicas=(2, 1))
