@@ -157,9 +157,10 @@ class GraphTable:
         graph = opened.graph
         self._priced = _shared(opened, blocks, oracle)
         self._state = state
-        paths = [common_path(graph.nodes[n].path for n in nodes) for nodes in blocks]
+        modules = [tuple(dict.fromkeys(graph.nodes[n].path for n in nodes)) for nodes in blocks]
         self._blocks = tuple(
-            BlockCost(path=path, state=own) for path, own in zip(paths, state.own, strict=True)
+            BlockCost(path=common_path(inside), state=own, modules=inside, pieces=len(nodes))
+            for inside, own, nodes in zip(modules, state.own, blocks, strict=True)
         )
         self._values = _values(opened, blocks)
 

@@ -80,10 +80,22 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """What is known of a block without asking for rows: its module path and its own state (no ties)."""
+    """What is known of a block without asking for rows.
+
+    Args:
+        path: its module.
+        state: its own state, no ties.
+        modules: paths of all modules that it holds a part of; `path` alone by default.
+        pieces: how many parts a finer cut could make of it.
+    """
 
     path: str
     state: StateBytes = field(default_factory=StateBytes)
+    modules: tuple[str, ...] = ()
+    pieces: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modules", self.modules or (self.path,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,34 @@ def shared_depth(one: Sequence[str], other: Sequence[str]) -> int:
     return min(len(one), len(other))
 
 
+def holds(name: str, path: str) -> bool:
+    """Whether a module path lies in a module that is called so.
+
+    A name is one component of the path or several in a row; "." parts components as well as "/" does, as
+    PyTorch writes them.
+
+    Example:
+        >>> holds("layer.3", "encoder/layer/3/attention"), holds("layer", "encoder/layers/3")
+        (True, False)
+    """
+    return f"/{_slashed(name)}/" in f"/{_slashed(path)}/"
+
+
+def outer_paths(paths: Iterable[str]) -> list[str]:
+    """The paths and every module around them, sorted.
+
+    Example:
+        >>> outer_paths(["a/b", "", "a/c"])
+        ['a', 'a/b', 'a/c']
+    """
+    parts = (path.split("/") for path in set(paths) if path)
+    return sorted({"/".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1)})
+
+
+def _slashed(path: str) -> str:
+    return path.replace(".", "/").strip("/")
+
+
 def common_path(paths: Iterable[str]) -> str:
     """The deepest module path that holds all of the given ones; empty paths do not count.
 

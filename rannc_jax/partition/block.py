@@ -8,15 +8,15 @@ hundred clusters left are cut into at most `max_blocks` runs by dynamic programm
 balance against the bytes and modules a boundary cuts through.
 """
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rannc_jax.errors import PlanError, message
-from rannc_jax.ir.paths import common_path, shared_depth
+from rannc_jax.errors import PlanError
+from rannc_jax.ir.paths import common_path, holds, shared_depth
 from rannc_jax.partition.atomic import Atoms
+from rannc_jax.partition.rules import unknown_module
 
 FINE = 12
 """Coarsening stops below this many clusters per block; a last round leaves at least about half as many."""
@@ -41,12 +41,10 @@ class NodeBlock:
     Args:
         path: deepest module path that holds all of its nodes that have one.
         nodes: node indices, ascending.
-        named_cut: the user wants a stage to begin here.
     """
 
     path: str
     nodes: tuple[int, ...]
-    named_cut: bool = False
 
 
 def coarsen(
@@ -54,6 +52,7 @@ def coarsen(
     *,
     max_blocks: int = 32,
     cuts: Sequence[str] = (),
+    modules: Sequence[tuple[str, str]] = (),
     seconds_per_byte: float = SECONDS_PER_BYTE,
 ) -> tuple[NodeBlock, ...]:
     """Group atoms into blocks, in a topological order.
@@ -62,7 +61,9 @@ def coarsen(
         atoms: the weighted DAG.
         max_blocks: upper limit; fewer come out where the program has fewer pieces worth separating, more
             only where `cuts` names more.
-        cuts: module paths; a block begins at the first atom inside each.
+        cuts: module names; a block begins at the first atom inside each.
+        modules: (constraint, module that it names); a block begins at the first atom inside each and after
+            the last.
         seconds_per_byte: what a byte across a boundary costs.
 
     Raises:
@@ -72,7 +73,7 @@ def coarsen(
     """
     if not atoms.seconds:
         return ()
-    starts = named_starts(atoms.paths, cuts)
+    starts = named_starts(atoms.paths, cuts, modules)
     clusters = _Clusters(atoms, starts, seconds_per_byte)
     fine = max(FINE * max_blocks, len(starts) + 1)
     clusters.coarsen(fine)
@@ -88,36 +89,25 @@ def coarsen(
     blocks = []
     for first, last in zip(firsts, [*firsts[1:], len(order)], strict=True):
         nodes = tuple(sorted(n for part in nodes_of[first:last] for n in part))
-        named = first > 0 and segments[first] != segments[first - 1]
-        path = common_path(atoms.paths[n] for n in nodes)
-        blocks.append(NodeBlock(path=path, nodes=nodes, named_cut=named))
+        blocks.append(NodeBlock(path=common_path(atoms.paths[n] for n in nodes), nodes=nodes))
     return tuple(blocks)
 
 
-def named_starts(paths: Sequence[str], cuts: Sequence[str]) -> list[int]:
-    """Index of the first atom inside each named module, ascending, each once.
+def named_starts(
+    paths: Sequence[str], cuts: Sequence[str], modules: Sequence[tuple[str, str]] = ()
+) -> list[int]:
+    """Index of the first atom inside each named module, and for `modules` of the one after the last;
+    ascending, each once.
 
-    A name matches a module whose path contains its components in a row: "layer/3" is found in
-    "encoder/layer/3/attention". Naming the module that comes first cuts nothing off.
+    Naming the module that comes first cuts nothing off.
     """
     starts = set()
-    for cut in cuts:
-        wanted = f"/{cut.strip('/')}/"
-        found = next((i for i, path in enumerate(paths) if wanted in f"/{path}/"), None)
-        if found is None:
-            known = sorted(
-                {"/".join(p.split("/")[:n]) for p in paths for n in range(1, p.count("/") + 2)} - {""}
-            )
-            near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
-            raise PlanError(
-                message(
-                    f"cuts names {cut!r}, but no module of the program is called so.",
-                    f"nearest names: {', '.join(near) or 'none (the function has no name scopes)'}",
-                    hint="jax.named_scope gives a part of a function a name.",
-                )
-            )
-        starts.add(found)
-    return sorted(starts - {0})
+    for setting, name in (*(("cuts", cut) for cut in cuts), *modules):
+        inside = [index for index, path in enumerate(paths) if holds(name, path)]
+        if not inside:
+            raise PlanError(unknown_module(setting, name, paths))
+        starts |= {inside[0]} if setting == "cuts" else {inside[0], inside[-1] + 1}
+    return sorted(starts - {0, len(paths)})
 
 
 class _Clusters:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rannc_jax.partition.constraints import NamedSchedule
+from rannc_jax.partition.mode import Mode
 from rannc_jax.partition.space import Space
 from rannc_jax.partition.stage import MEMORY_CLASSES, Placement, StageModel, StagePrice
 
@@ -124,19 +125,26 @@ class Evaluator:
             chosen.append(min(fitting, key=lambda option: (_step_s(option, m), _peak_bytes(option))))
         return self.evaluate(candidate, _by_stage(chosen))
 
-    def smallest(self, candidate: Candidate) -> Evaluation:
-        """Price a candidate with the modes that need least memory, fitting or not."""
+    def smallest(self, candidate: Candidate) -> Evaluation | None:
+        """Price a candidate with the modes that need least memory, fitting or not; None where constraints
+        leave a stage no mode."""
         m = candidate.num_microbatches
-        options = (self.options(candidate, rank) for rank in range(candidate.num_ranks))
+        options = [self.options(candidate, rank) for rank in range(candidate.num_ranks)]
+        if not all(options):
+            return None
         chosen = [min(each, key=lambda option: (option[0].fullness, _step_s(option, m))) for each in options]
         return self.evaluate(candidate, _by_stage(chosen))
 
     def options(self, candidate: Candidate, rank: int) -> list[tuple[StagePrice, ...]]:
-        """The prices of the stages of a rank in each mode, the same for all of them, fitting or not."""
+        """The prices of the stages of a rank in each mode, fitting or not: the same for all of them, or the
+        nearest that a stage may take."""
         stages = candidate.stages_of(rank)
         columns = [self._stage_options(candidate, stage) for stage in stages]
-        options = list(zip(*columns, strict=True))
-        return options if len(stages) == 1 else [_together(option) for option in options]
+        if len(stages) == 1:
+            return [(price,) for price in columns[0]]
+        modes = dict.fromkeys(price.mode for column in columns for price in column)
+        options = [tuple(_nearest(column, mode) for column in columns) for mode in modes if all(columns)]
+        return [_together(option) for option in dict.fromkeys(options)]
 
     def _stage_options(self, candidate: Candidate, stage: int) -> tuple[StagePrice, ...]:
         schedule, num_microbatches = candidate.schedule, candidate.num_microbatches
@@ -145,7 +153,7 @@ class Evaluator:
             self.model.rows // num_microbatches,
             schedule.in_flight(stage, candidate.num_stages, num_microbatches),
             schedule.has_backward,
-            self.space.modes_of(stage),
+            self.space.modes_of(stage, candidate.placements[stage]),
         )
 
     def evaluate(self, candidate: Candidate, prices: tuple[StagePrice, ...]) -> Evaluation:
@@ -178,6 +186,15 @@ class Evaluator:
 def _by_stage(of_rank: Sequence[tuple[StagePrice, ...]]) -> tuple[StagePrice, ...]:
     """Prices in the order of the stages: the first of every rank, the second of every rank, and so on."""
     return tuple(price for chunk in zip(*of_rank, strict=True) for price in chunk)
+
+
+def _nearest(prices: Sequence[StagePrice], mode: Mode) -> StagePrice:
+    """The price in that mode, or in one that differs in little."""
+    return min(prices, key=lambda price: _distance(price.mode, mode))
+
+
+def _distance(one: Mode, other: Mode) -> tuple[bool, bool, bool]:
+    return one.offload != other.offload, one.sharding is not other.sharding, one.remat is not other.remat
 
 
 def _step_s(prices: Sequence[StagePrice], num_microbatches: int) -> float:

@@ -234,9 +234,11 @@ class ChainSearch:
         """Prices of a stage, where the user's cuts allow one."""
         key = (site, replicas, in_flight, modes)
         if key not in self._tables:
-            table = self.costs.table(
-                site, replicas, self.num_microbatches, in_flight, self.schedule.has_backward, modes
+            price = functools.partial(
+                self.costs.table, site, replicas, self.num_microbatches, in_flight, self.schedule.has_backward
             )
+            rules = self.space.rules
+            table = self.costs.by_rules(price, modes, replicas, rules) if rules else price(modes)
             for matrix in (table.sum_s, table.busy_s, table.fullness):
                 matrix[self.closed, :] = np.inf
                 matrix[:, self.closed] = np.inf

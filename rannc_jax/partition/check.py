@@ -1,12 +1,15 @@
-"""Whether a decision may be run: an independent look at its stages, devices and memory."""
+"""Whether a decision may be run: an independent look at its stages, devices, memory and constraints."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.cost.table import CostTable
 from rannc_jax.errors import PlanError, message
-from rannc_jax.partition.constraints import Constraints
+from rannc_jax.ir.paths import holds
+from rannc_jax.partition.constraints import AUTO, Constraints
 from rannc_jax.partition.decision import Decision
+from rannc_jax.partition.manual import resolve_cuts
 
 
 def check_decision(
@@ -18,7 +21,8 @@ def check_decision(
 
     Raises:
         PlanError: lists every mistake: blocks that are missing or placed twice, values that flow back,
-            devices that are shared or not there, rows that do not divide, memory above the limit.
+            devices that are shared or not there, rows that do not divide, memory above the limit, constraints
+            that do not hold.
     """
     mistakes = [
         *_block_mistakes(decision, len(costs.blocks)),
@@ -26,6 +30,7 @@ def check_decision(
         *_device_mistakes(decision, cluster),
         *_row_mistakes(decision, rows),
         *_memory_mistakes(decision, cluster, constraints),
+        *_constraint_mistakes(decision, costs, constraints, rows),
     ]
     if mistakes:
         raise PlanError(message("the plan does not hold together.", *mistakes))
@@ -90,3 +95,42 @@ def _memory_mistakes(decision: Decision, cluster: ClusterSpec, constraints: Cons
             name = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {list(stages)} need"
             mistakes[stages] = f"{name} {needed[device]} bytes, its devices have {limit}"
     return list(mistakes.values())
+
+
+def _constraint_mistakes(
+    decision: Decision, costs: CostTable, constraints: Constraints, rows: int
+) -> list[str]:
+    """What was asked for and is not in the decision."""
+    paths = [block.modules for block in costs.blocks]
+    wrong = []
+    if constraints.num_stages not in (AUTO, decision.num_stages):
+        wrong.append(f"num_stages: asked for {constraints.num_stages}, got {decision.num_stages}")
+    if constraints.schedule_name not in (None, decision.schedule.name):
+        wrong.append(f"schedule: asked for {constraints.schedule_name}, got {decision.schedule.name}")
+    wanted, found = constraints.num_microbatches, decision.num_microbatches
+    if isinstance(wanted, tuple) and not wanted[0] <= found <= wanted[1]:
+        wrong.append(f"num_microbatches: asked for {wanted}, got {found}")
+    if isinstance(wanted, int) and (found > wanted or (found < wanted and rows % wanted == 0)):
+        wrong.append(f"num_microbatches: asked for {wanted}, got {found}")
+    if constraints.cuts != AUTO:
+        begins = tuple(min(stage.blocks) for stage in decision.stages[1:])
+        if begins != resolve_cuts(constraints.cuts, paths):
+            wrong.append(f"cuts: asked for {constraints.cuts}, stages begin at blocks {begins}")
+    for name, setting in constraints.by_stage.items():
+        attribute = {"replicas": "num_replicas"}.get(name, name)
+        for index, stage in enumerate(decision.stages):
+            found = getattr(stage, attribute)
+            asked = [constraints.of_stage(name, index)]
+            if isinstance(setting, Mapping):
+                inside = [path for block in stage.blocks for path in paths[block]]
+                asked += [
+                    value
+                    for module, value in setting.items()
+                    if isinstance(module, str) and any(holds(module, path) for path in inside)
+                ]
+            wrong += [
+                f"{name}: asked for {value} of stage {index}, got {found}"
+                for value in asked
+                if value not in (None, found)
+            ]
+    return wrong

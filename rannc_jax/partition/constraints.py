@@ -4,18 +4,26 @@ Each constraint also accepts "auto", its default. Values are checked here, alone
 other; whether any plan satisfies them is the search's business.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rannc_jax.cluster import DeviceSpec
 from rannc_jax.contract import Remat, Sharding
 from rannc_jax.errors import PlanError, message
 from rannc_jax.partition.mode import Mode, modes_of
-
-Auto = Literal["auto"]
-AUTO: Auto = "auto"
+from rannc_jax.partition.rules import AUTO as AUTO
+from rannc_jax.partition.rules import (
+    BY_STAGE,
+    Auto,
+    is_auto,
+    is_by_stage,
+    map_values,
+    of_stage,
+    setting_text,
+)
 
 
 class NamedSchedule(Protocol):
@@ -40,43 +48,50 @@ class NamedSchedule(Protocol):
 class Constraints:
     """What is fixed; "auto" is searched.
 
+    `replicas`, `remat`, `sharding` and `offload` are one value for all stages; a tuple, one a stage, "auto"
+    for those that are searched; or a dict by stage index (with a fixed number of stages; negative from the
+    end) or module name (every stage that holds a part of the module). See `rules`.
+
     Args:
         num_stages: pipeline stages.
         num_microbatches: a number (the largest divisor of the rows up to it is taken, and the plan says
             so) or a range (least, most), both included.
-        replicas: of every stage, or one number a stage.
+        replicas: of a stage.
         schedule: a schedule or its name.
-        remat: one `Remat` for all stages, or one a stage.
-        sharding: how state lies on the replicas: one `Sharding` for all stages, or one a stage.
+        remat: what a stage keeps from forward to backward.
+        sharding: how state lies on the replicas.
         offload: whether the optimizer state lies in host memory; "auto" only where nothing else fits.
         memory_limit_bytes: device memory to assume; never more than the device has.
         memory_margin: share of the memory left free, in [0, 1); default: the device's.
-        cuts: where stages begin: block indices, or module paths (the first block of that path).
+        cuts: where stages begin: block indices, or module names (the first block of that module); all of
+            them, so n cuts make n + 1 stages.
     """
 
     num_stages: int | Auto = AUTO
     num_microbatches: int | tuple[int, int] | Auto = AUTO
-    replicas: int | tuple[int, ...] | Auto = AUTO
+    replicas: int | tuple[int | Auto, ...] | Mapping[int | str, int] | Auto = AUTO
     schedule: NamedSchedule | str = AUTO
-    remat: Remat | tuple[Remat, ...] | Auto = AUTO
-    sharding: Sharding | tuple[Sharding, ...] | Auto = AUTO
-    offload: bool | Auto = AUTO
+    remat: Remat | tuple[Remat | Auto, ...] | Mapping[int | str, Remat] | Auto = AUTO
+    sharding: Sharding | tuple[Sharding | Auto, ...] | Mapping[int | str, Sharding] | Auto = AUTO
+    offload: bool | tuple[bool | Auto, ...] | Mapping[int | str, bool] | Auto = AUTO
     memory_limit_bytes: int | Auto = AUTO
     memory_margin: float | Auto = AUTO
     cuts: tuple[str | int, ...] | Auto = AUTO
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "remat", "sharding", "cuts", "num_microbatches"):
+        for name in ("cuts", "num_microbatches"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, kind in (("remat", Remat), ("sharding", Sharding)):
-            object.__setattr__(self, name, _as_enum(getattr(self, name), kind))
+        kinds = {"remat": Remat, "sharding": Sharding}
+        for name in BY_STAGE:
+            member = functools.partial(_as_enum, kind=kinds.get(name))
+            object.__setattr__(self, name, map_values(getattr(self, name), member))
         _check_values(self)
         _check_stage_counts(self)
 
     @property
     def fixed_num_stages(self) -> int | None:
-        """The number of stages that num_stages, replicas, remat, sharding and cuts agree on, if any does."""
+        """The number of stages that num_stages, cuts and the settings by stage agree on, if any does."""
         return next(iter(_stage_counts(self).values()), None)
 
     @property
@@ -86,22 +101,38 @@ class Constraints:
             return None if self.schedule == AUTO else self.schedule
         return self.schedule.name
 
+    @property
+    def by_stage(self) -> dict[str, Any]:
+        """The settings that may differ by stage."""
+        return {name: getattr(self, name) for name in BY_STAGE}
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """All that is fixed."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in settings.items() if not is_auto(value)}
+
+    def said(self, *names: str) -> str:
+        """What is fixed of some settings, as keyword arguments; of all without names."""
+        fixed = self.fixed
+        return ", ".join(setting_text(name, fixed[name]) for name in names or fixed if name in fixed)
+
+    def of_stage(self, name: str, stage: int) -> Any:
+        """What setting `name` is for a stage, modules left out; None where it is searched."""
+        setting = getattr(self, name)
+        return of_stage(setting, stage, self.fixed_num_stages if isinstance(setting, Mapping) else None)
+
     def replicas_of(self, stage: int) -> int | None:
-        """The fixed replicas of a stage."""
-        if isinstance(self.replicas, tuple):
-            return self.replicas[stage]
-        return None if self.replicas == AUTO else self.replicas
+        """The fixed replicas of a stage, modules left out."""
+        return self.of_stage("replicas", stage)
 
     def modes_of(
         self, stage: int, shardings: Sequence[Sharding], offloads: Sequence[bool]
     ) -> tuple[Mode, ...]:
-        """The modes that a stage may take, of those that are there to choose from."""
-        offload = self.offload
-        return modes_of(
-            _fixed(self.remat, stage, tuple(Remat)),
-            _fixed(self.sharding, stage, tuple(shardings)),
-            (offload,) if isinstance(offload, bool) else tuple(offloads),
-        )
+        """The modes that a stage may take, of those that are there to choose from, modules left out."""
+        choices = {"remat": tuple(Remat), "sharding": tuple(shardings), "offload": tuple(offloads)}
+        fixed = {name: self.of_stage(name, stage) for name in choices}
+        return modes_of(*(all_ if fixed[name] is None else (fixed[name],) for name, all_ in choices.items()))
 
     def limit_bytes(self, device: DeviceSpec) -> int:
         """Memory that a plan may fill on `device`."""
@@ -135,18 +166,9 @@ class Constraints:
         return merged
 
 
-def _fixed(value: Any, stage: int, choices: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a stage may take of a setting: the fixed value, of all or of this stage, or every choice."""
-    if isinstance(value, tuple):
-        return (value[stage],)
-    return choices if _is_auto(value) else (value,)
-
-
-def _as_enum(value: Any, kind: type[Enum]) -> Any:
+def _as_enum(value: Any, kind: type[Enum] | None) -> Any:
     """The member that a text such as "save_all" names; anything else as it is."""
-    if isinstance(value, tuple):
-        return tuple(_as_enum(item, kind) for item in value)
-    named = {member.value: member for member in kind}
+    named = {} if kind is None else {member.value: member for member in kind}
     return named.get(value, value) if isinstance(value, str) else value
 
 
@@ -155,14 +177,14 @@ def _check_values(constraints: Constraints) -> None:
     rules: dict[str, tuple[Any, str]] = {
         "num_stages": (_is_count, "a number from 1"),
         "num_microbatches": (_is_count_or_range, "a number from 1, or a range (least, most)"),
-        "replicas": (_is_count_or_counts, "a number from 1, or one a stage"),
-        "remat": (_each(Remat), _one_of(Remat)),
+        "replicas": (_by_stage(_is_count), f"a number from 1{_FORMS}"),
+        "remat": (_by_stage(lambda value: isinstance(value, Remat)), _one_of(Remat)),
         "schedule": (
             lambda value: isinstance(value, str) or hasattr(value, "name"),
             "a schedule or its name",
         ),
-        "sharding": (_each(Sharding), _one_of(Sharding)),
-        "offload": (lambda value: isinstance(value, bool), "True or False"),
+        "sharding": (_by_stage(lambda value: isinstance(value, Sharding)), _one_of(Sharding)),
+        "offload": (_by_stage(lambda value: isinstance(value, bool)), f"True or False{_FORMS}"),
         "memory_limit_bytes": (_is_count, "a number of bytes from 1"),
         "memory_margin": (lambda value: isinstance(value, int | float) and 0 <= value < 1, "in [0, 1)"),
         "cuts": (_is_cuts, "a tuple of block indices from 1, or of module paths"),
@@ -171,7 +193,7 @@ def _check_values(constraints: Constraints) -> None:
     wrong = [
         f"{name}: got {getattr(constraints, name)!r}, expected {expected}"
         for name, (is_right, expected) in rules.items()
-        if not _is_auto(getattr(constraints, name)) and not is_right(getattr(constraints, name))
+        if not is_auto(getattr(constraints, name)) and not is_right(getattr(constraints, name))
     ]
     if wrong:
         raise PlanError(message("constraints are not usable.", *wrong, hint='"auto" searches a value.'))
@@ -190,20 +212,14 @@ def _check_stage_counts(constraints: Constraints) -> None:
 
 def _stage_counts(constraints: Constraints) -> dict[str, int]:
     counts: dict[str, int] = {}
-    if not _is_auto(constraints.num_stages):
+    if not is_auto(constraints.num_stages):
         counts["num_stages"] = int(constraints.num_stages)
-    if isinstance(constraints.replicas, tuple):
-        counts["replicas"] = len(constraints.replicas)
-    for name in ("remat", "sharding"):
+    for name in BY_STAGE:
         if isinstance(getattr(constraints, name), tuple):
             counts[name] = len(getattr(constraints, name))
     if isinstance(constraints.cuts, tuple):
         counts["cuts"] = len(constraints.cuts) + 1
     return counts
-
-
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == AUTO
 
 
 def _is_count(value: object) -> bool:
@@ -216,23 +232,15 @@ def _is_count_or_range(value: object) -> bool:
     return _is_count(value)
 
 
-def _is_count_or_counts(value: object) -> bool:
-    return len(value) > 0 and all(map(_is_count, value)) if isinstance(value, tuple) else _is_count(value)
+_FORMS = ", one a stage, or by stage index or module name (a dict)"
 
 
-def _each(kind: type[Enum]) -> Callable[[object], bool]:
-    """Whether a value is a member, or one a stage."""
-
-    def is_member(value: object) -> bool:
-        if isinstance(value, tuple):
-            return len(value) > 0 and all(isinstance(item, kind) for item in value)
-        return isinstance(value, kind)
-
-    return is_member
+def _by_stage(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda setting: is_by_stage(setting, is_right)
 
 
 def _one_of(kind: type[Enum]) -> str:
-    return "one of " + ", ".join(repr(member.value) for member in kind) + ", or one a stage"
+    return "one of " + ", ".join(repr(member.value) for member in kind) + _FORMS
 
 
 def _is_cuts(value: object) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator
 from rannc_jax.partition.constraints import NamedSchedule
+from rannc_jax.partition.rules import each_value
 from rannc_jax.partition.space import replica_counts
 from rannc_jax.partition.stage import Placement
 
@@ -109,10 +110,10 @@ def _cuts(
 def _replicas(evaluator: Evaluator, ranks: int, num_microbatches: int) -> tuple[int, ...]:
     """The most replicas that every rank may have, or the fixed number."""
     model, space = evaluator.model, evaluator.space
-    fixed = {space.constraints.replicas_of(stage) for stage in range(space.num_stages or 1)}
+    fixed = set(each_value(space.constraints.replicas))
     if len(fixed) > 1:
         return ()
-    counts = replica_counts(model, model.rows // num_microbatches, fixed.pop())
+    counts = replica_counts(model, model.rows // num_microbatches, next(iter(fixed), None))
     return tuple(r for r in counts if r * ranks <= model.num_devices)[-1:]
 
 

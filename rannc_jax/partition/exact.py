@@ -150,7 +150,7 @@ class _Walk:
             m,
             self.schedule.in_flight(0, after + 1, m),
             self.schedule.has_backward,
-            self.space.modes_of(self.space.stage_before(after)),
+            self.space.modes_of(self.space.stage_before(after), placement),
         )
 
     def _stage_bound(self, placement: Placement, price: StagePrice) -> float:

@@ -7,7 +7,8 @@ price.
 """
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from rannc_jax.contract import Remat
 from rannc_jax.cost.comm import Ring
 from rannc_jax.cost.table import StateBytes
 from rannc_jax.partition.mode import Mode, StageState, Work, for_replicas, stage_seconds
+from rannc_jax.partition.rules import Rule, modes_under
 from rannc_jax.partition.stage import Placement, StageModel
 
 Matrix = NDArray[np.float64]
@@ -117,6 +119,29 @@ class IntervalCosts:
             busy_s=np.where(self.is_stage, busy_s, np.inf),
             fullness=np.where(self.is_stage, fullness, np.inf),
         )
+
+    def by_rules(
+        self,
+        price: Callable[[tuple[Mode, ...]], IntervalTable],
+        modes: tuple[Mode, ...],
+        replicas: int,
+        rules: Sequence[Rule],
+    ) -> IntervalTable:
+        """Price every run in the modes that the rules for its blocks leave.
+
+        `price` is `table` but for the modes; it is asked once for every set of modes that some run may take.
+        """
+        inside = np.stack([self._contains(sorted(rule.blocks)) for rule in rules])
+        kinds, kind_of = np.unique(inside.reshape(len(rules), -1), axis=1, return_inverse=True)
+        kind_of = kind_of.reshape(self.is_stage.shape)
+        left = [modes_under(list(itertools.compress(rules, kind)), modes, replicas) for kind in kinds.T]
+        result = IntervalTable(*(np.full(self.is_stage.shape, np.inf) for _ in range(3)))
+        for allowed in dict.fromkeys(filter(None, left)):
+            here = np.isin(kind_of, [kind for kind, modes_left in enumerate(left) if modes_left == allowed])
+            table = price(allowed)
+            for name in ("sum_s", "busy_s", "fullness"):
+                np.copyto(getattr(result, name), getattr(table, name), where=here)
+        return result
 
     def _seconds(
         self, site: Site, replicas: int, rows: int, mode: Mode, trains: bool

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator
-from rannc_jax.partition.constraints import AUTO
 from rannc_jax.partition.order import predecessor_masks
 from rannc_jax.partition.space import replica_counts
 from rannc_jax.partition.stage import Placement
@@ -51,7 +50,7 @@ def _neighbours(evaluator: Evaluator, candidate: Candidate) -> Iterator[Candidat
     space = evaluator.space
     if space.boundaries is None:
         yield from _moved_blocks(evaluator, candidate)
-    if space.constraints.replicas == AUTO and candidate.schedule.num_chunks == 1:
+    if not isinstance(space.constraints.replicas, int) and candidate.schedule.num_chunks == 1:
         yield from _moved_replicas(evaluator, candidate)
 
 

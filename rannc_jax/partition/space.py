@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from rannc_jax.contract import Sharding
 from rannc_jax.errors import PlanError, message
+from rannc_jax.partition.conflicts import check_indices, check_rules
 from rannc_jax.partition.constraints import AUTO, Constraints, NamedSchedule
 from rannc_jax.partition.manual import resolve_cuts
 from rannc_jax.partition.mode import Mode
-from rannc_jax.partition.stage import StageModel
+from rannc_jax.partition.rules import BY_STAGE, Rule, each_value, modes_under, rules_of
+from rannc_jax.partition.stage import Placement, StageModel
 
 _ONLY_PLAN = "make_plan(..., runnable=False) to plan it all the same"
 
@@ -43,6 +45,8 @@ class Space:
         boundaries: where stages may begin in the blocks' own order, both ends included, or None where
             any convex cut is allowed; with fixed cuts every boundary is used.
         shardings, offloads: where no constraint says which.
+        rules: what is fixed of the stages that hold some module.
+        chains: schedules whose plans, found from the last stage backwards, others may run as well.
         notes: what was changed, for the plan.
     """
 
@@ -53,15 +57,24 @@ class Space:
     num_microbatches: tuple[int, ...]
     num_stages: int | None
     boundaries: tuple[int, ...] | None
+    rules: tuple[Rule, ...]
+    chains: tuple[NamedSchedule, ...]
     notes: tuple[str, ...]
 
     def most_stages(self, model: StageModel) -> int:
         """No plan has more stages."""
         return self.num_stages or min(model.num_blocks, model.num_devices)
 
-    def modes_of(self, stage: int) -> tuple[Mode, ...]:
-        """The modes that a stage may take."""
-        return self.constraints.modes_of(stage, self.shardings, self.offloads)
+    def modes_of(self, stage: int, placed: Placement | None = None) -> tuple[Mode, ...]:
+        """The modes that a stage may take; with `placed` those that its modules leave, none where it must
+        have other replicas."""
+        modes = self.constraints.modes_of(stage, self.shardings, self.offloads)
+        if placed is None:
+            return modes
+        if self.constraints.replicas_of(stage) not in (None, placed.num_replicas):
+            return ()
+        rules = [rule for rule in self.rules if not rule.blocks.isdisjoint(placed.blocks)]
+        return modes_under(rules, modes, placed.num_replicas)
 
     def stage_before(self, after: int) -> int:
         """The stage with `after` stages behind it; constraints by stage come with a fixed number."""
@@ -89,12 +102,16 @@ def search_space(model: StageModel, constraints: Constraints, menu: Menu, *, spl
         raise PlanError(message(f"a batch of {model.rows} rows cannot be used.", hint="one row or more."))
     microbatches, notes = _microbatches(model.rows, constraints, splittable=splittable)
     boundaries = None
+    paths = [block.modules for block in model.blocks]
     if constraints.cuts != AUTO:
-        paths = [block.path for block in model.blocks]
         boundaries = (0, *resolve_cuts(constraints.cuts, paths), model.num_blocks)
     num_stages = constraints.fixed_num_stages
     check_menu(constraints, menu)
     _check_size(model, constraints, num_stages)
+    check_indices(constraints, num_stages)
+    rules = rules_of(constraints.by_stage, paths)
+    if boundaries is not None:
+        check_rules(constraints, rules, boundaries)
     return Space(
         constraints=constraints,
         schedules=_schedules(constraints, menu.schedules),
@@ -103,6 +120,8 @@ def search_space(model: StageModel, constraints: Constraints, menu: Menu, *, spl
         num_microbatches=microbatches,
         num_stages=num_stages,
         boundaries=boundaries,
+        rules=rules,
+        chains=chain_schedules(menu.schedules),
         notes=notes,
     )
 
@@ -113,19 +132,17 @@ def check_menu(constraints: Constraints, menu: Menu) -> None:
     Raises:
         PlanError: it is not.
     """
-    fixed = constraints.sharding if isinstance(constraints.sharding, tuple) else (constraints.sharding,)
-    for sharding in fixed:
-        if isinstance(sharding, Sharding) and sharding not in menu.shardings:
+    for sharding in each_value(constraints.sharding):
+        if sharding not in menu.shardings:
             known = ", ".join(repr(choice.value) for choice in menu.shardings)
             raise PlanError(
                 message(
                     f"sharding={sharding.value!r} is not run yet.", hint=f"one of {known}, or {_ONLY_PLAN}."
                 )
             )
-    if isinstance(constraints.offload, bool) and constraints.offload not in menu.offloads:
-        raise PlanError(
-            message(f"offload={constraints.offload} is not run yet.", hint=f"a remat, or {_ONLY_PLAN}.")
-        )
+    for offload in each_value(constraints.offload):
+        if offload not in menu.offloads:
+            raise PlanError(message(f"offload={offload} is not run yet.", hint=f"a remat, or {_ONLY_PLAN}."))
 
 
 def _schedules(constraints: Constraints, schedules: Sequence[NamedSchedule]) -> tuple[NamedSchedule, ...]:
@@ -158,17 +175,25 @@ def _microbatches(
         )
     divisors = _divisors(rows, rows, constraints)
     if isinstance(wanted, int):
+        if rows % wanted == 0 and wanted not in divisors:
+            raise PlanError(
+                message(
+                    f"num_microbatches={wanted} and {constraints.said('replicas')} do not go together.",
+                    f"a microbatch of {rows // wanted} rows does not divide over so many replicas",
+                    hint=f"num_microbatches={max(filter(wanted.__ge__, divisors))}, or another batch size.",
+                )
+            )
         taken = max(m for m in divisors if m <= wanted)
         note = (
             f"num_microbatches={wanted} does not divide {rows} rows: {taken} microbatches of {rows // taken}."
         )
         return (taken,), () if taken == wanted else (note,)
-    inside = tuple(m for m in divisors if least <= m <= most)
+    inside, fixed = tuple(m for m in divisors if least <= m <= most), constraints.said("replicas")
     if not inside:
         raise PlanError(
             message(
-                f"no number of microbatches from {least} to {most} divides {rows} rows.",
-                f"numbers that do: {', '.join(map(str, divisors))}",
+                f"num_microbatches={wanted}: no such number divides {rows} rows.",
+                f"numbers that do{fixed and f', with {fixed}'}: {', '.join(map(str, divisors))}",
                 hint="a range that holds one of them, or another batch size.",
             )
         )
@@ -177,13 +202,12 @@ def _microbatches(
 
 def _divisors(rows: int, most: int, constraints: Constraints) -> tuple[int, ...]:
     """Numbers of microbatches up to `most` whose rows divide by every fixed number of replicas."""
-    replicas = constraints.replicas
-    counts = () if replicas == AUTO else replicas if isinstance(replicas, tuple) else (replicas,)
+    counts = each_value(constraints.replicas)
     kept = tuple(m for m in range(1, most + 1) if rows % m == 0 and all(rows // m % r == 0 for r in counts))
     if not kept:
         raise PlanError(
             message(
-                f"a batch of {rows} rows does not divide by replicas={replicas}.",
+                f"a batch of {rows} rows does not divide by {constraints.said('replicas')}.",
                 hint="replicas or a batch size that divide each other, or replicas='auto'.",
             )
         )
@@ -192,24 +216,23 @@ def _divisors(rows: int, most: int, constraints: Constraints) -> tuple[int, ...]
 
 def _check_size(model: StageModel, constraints: Constraints, num_stages: int | None) -> None:
     """Fixed numbers of stages and replicas must find enough blocks and devices."""
+    said = constraints.said("num_stages", "cuts", *BY_STAGE)
     if num_stages is not None and num_stages > model.num_blocks:
         raise PlanError(
             message(
                 f"{num_stages} stages cannot be made of {model.num_blocks} blocks.",
-                hint=f"num_stages={model.num_blocks} or less, or more blocks.",
+                f"asked for by {said}",
+                hint=f"num_stages={model.num_blocks} or less, or cuts at modules, which make more blocks.",
             )
         )
-    replicas = constraints.replicas
-    least = (
-        replicas
-        if isinstance(replicas, tuple)
-        else (1 if replicas == AUTO else replicas,) * (num_stages or 1)
-    )
-    if sum(least) > model.num_devices:
+    largest = max(each_value(constraints.replicas), default=1)
+    by_stage = [constraints.replicas_of(stage) or 1 for stage in range(num_stages or 1)]
+    least = max(sum(by_stage), largest + len(by_stage) - 1)
+    if least > model.num_devices:
         raise PlanError(
             message(
-                f"the constraints ask for {sum(least)} devices, and the cluster has {model.num_devices}.",
-                f"replicas by stage: {', '.join(map(str, least))}",
+                f"the constraints ask for {least} devices, and the cluster has {model.num_devices}.",
+                f"asked for by {said}",
                 hint="fewer stages or replicas, or a larger cluster.",
             )
         )
