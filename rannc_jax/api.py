@@ -65,8 +65,9 @@ def auto_partition(
         costs: "analytic", by rules; "measured": blocks are timed on the device here (and remembered).
         progress: told what takes long.
         **settings: constraints (`num_stages`, `num_microbatches`, `replicas`, `schedule`, `remat`,
-            `sharding`, `offload`, `memory_limit_bytes`, `memory_margin`, `cuts`; each also "auto") and
-            options of running (`donate`, `async_errors`, `check_finite`).
+            `sharding`, `offload`, `memory_limit_bytes`, `memory_margin`, `cuts`; each also "auto"), some by
+            stage or by module (`remat={"encoder": "recompute"}`: docs/how-to/fix-parts.md), and options of
+            running (`donate`, `async_errors`, `check_finite`).
 
     Returns:
         A `Step`: `state = step.init(params, batch)`, then `state, out = step(state, batch)`.

@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from numpy.typing import NDArray
 
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.contract import Sharding
 from rannc_jax.cost import CostTable, node_seconds, open_graph, price
-from rannc_jax.errors import PlanError, TraceError, message
+from rannc_jax.errors import InfeasibleError, PlanError, TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.align import align
 from rannc_jax.ir.batch import Coupling, CouplingKind, LossKind
@@ -33,6 +34,7 @@ from rannc_jax.partition.atomic import atoms
 from rannc_jax.partition.block import NodeBlock, coarsen
 from rannc_jax.partition.constraints import AUTO, Constraints
 from rannc_jax.partition.decision import Decision
+from rannc_jax.partition.rules import modules
 from rannc_jax.partition.search import search
 from rannc_jax.partition.space import Menu
 from rannc_jax.plan import Block, Plan
@@ -45,6 +47,9 @@ EVERYTHING = Menu(
     offloads=(False, True),
 )
 """All that the planner knows to plan."""
+
+MAX_BLOCKS = (32, 64)
+"""Most blocks of a program, and most where nothing fits with those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,30 +95,58 @@ def plan_function(
     progress.note("tracing")
     graph = prepare(who, example)
     if not graph.nodes:
-        raise TraceError(
-            message(
-                f"there is nothing to cut in {who.name}: no work on its batch depends on its parameters.",
-                hint="jax.jit on one device.",
-            )
-        )
+        raise TraceError(_nothing_to_cut(who, graph))
     splittable = _check_coupling(graph, example.rows, request)
-    progress.note(f"pricing {len(graph.nodes)} pieces")
-    blocks, table = price_blocks(graph, example.params, request)
-    if request.costs == "measured":
-        table = _measured(who, example, graph, blocks, table, request, progress)
-    progress.note("searching")
+    num_stages = request.constraints.with_axes(request.cluster.axes).fixed_num_stages or 1
+    for max_blocks in (max(size, num_stages) for size in MAX_BLOCKS):
+        finest = max_blocks >= min(MAX_BLOCKS[-1], len(graph.nodes))
+        progress.note(f"pricing {len(graph.nodes)} pieces")
+        blocks, table = price_blocks(graph, example.params, request, max_blocks)
+        if request.costs == "measured":
+            table = _measured(who, example, graph, blocks, table, request, progress)
+        progress.note("searching")
+        try:
+            decision = _search(table, example.rows, request, splittable=splittable, explain=finest)
+            break
+        except InfeasibleError:
+            if finest:
+                raise
+            progress.note("nothing fits; trying finer blocks")
+    return _assemble(graph, blocks, decision, example, request), graph
+
+
+def _search(table: CostTable, rows: int, request: Request, *, splittable: bool, explain: bool) -> Decision:
     trains = request.optimizer is not None
     schedules = tuple(s for s in request.menu.schedules if s.has_backward == trains)
-    decision = search(
+    return search(
         table,
         request.cluster,
         request.constraints,
-        rows=example.rows,
+        rows=rows,
         menu=replace(request.menu, schedules=schedules),
         simulate=simulate,
+        beyond=EVERYTHING if request.menu is not EVERYTHING else None,
         splittable=splittable,
+        explain=explain,
     )
-    return _assemble(graph, blocks, decision, example, request), graph
+
+
+def _nothing_to_cut(who: Subject, graph: Graph) -> str:
+    """Why: there is no parameter, or none of them meets the batch."""
+    parameters = graph.program.leaves(Role.PARAM)
+    if not parameters:
+        return message(
+            f"there is nothing to cut in {who.name}: it has no parameters.",
+            "params: got a tree without arrays",
+            hint="weights as the first argument (those that a closure captures are constants and are not "
+            "trained), or plain jax.jit for a function without weights.",
+        )
+    first = ", ".join(leaf.path for leaf in parameters[:3]) + (", ..." if len(parameters) > 3 else "")
+    return message(
+        f"there is nothing to cut in {who.name}: no work on its batch depends on its parameters.",
+        f"parameters: {first}",
+        hint="a result that depends on both, or plain jax.jit.",
+    )
 
 
 def _check_coupling(graph: Graph, rows: int, request: Request) -> bool:
@@ -154,21 +187,33 @@ def _divisor(rows: int, most: int) -> int:
     return next(m for m in range(most, 0, -1) if rows % m == 0)
 
 
-def price_blocks(graph: Graph, params: Any, request: Request) -> tuple[tuple[NodeBlock, ...], CostTable]:
+def price_blocks(
+    graph: Graph, params: Any, request: Request, max_blocks: int = MAX_BLOCKS[0]
+) -> tuple[tuple[NodeBlock, ...], CostTable]:
     """Coarsen a graph into blocks and price them.
 
     Args:
         graph: the graph.
         params: the user's tree, as shapes.
         request: cluster, named cuts and optimizer are read.
+        max_blocks: upper limit; where it is more than usual, blocks are balanced by parameters as well as by
+            seconds.
     """
     cluster, constraints = request.cluster, request.constraints
     opened = open_graph(graph)
     rows = max(1, graph.program.rows // 4)
     seconds = node_seconds(opened, cluster.device(0), rows)
     cuts = [c for c in constraints.cuts if isinstance(c, str)] if constraints.cuts != AUTO else []
+    named = [(name, module) for name, setting in constraints.by_stage.items() for module in modules(setting)]
+    if max_blocks > MAX_BLOCKS[0]:
+        held = _parameter_bytes(graph)
+        seconds = (seconds + held * (seconds.sum() / max(held.sum(), 1.0))) / 2
     blocks = coarsen(
-        atoms(graph, seconds.tolist(), rows), cuts=cuts, seconds_per_byte=1 / cluster.intra_host.bytes_per_s
+        atoms(graph, seconds.tolist(), rows),
+        max_blocks=max_blocks,
+        cuts=cuts,
+        modules=named,
+        seconds_per_byte=1 / cluster.intra_host.bytes_per_s,
     )
     table = price(
         graph,
@@ -178,6 +223,17 @@ def price_blocks(graph: Graph, params: Any, request: Request) -> tuple[tuple[Nod
         opened=opened,
     )
     return blocks, table
+
+
+def _parameter_bytes(graph: Graph) -> NDArray[np.float64]:
+    """Bytes of the parameters that each node is the first to read; float64 [nodes]."""
+    held, seen = np.zeros(len(graph.nodes)), set[int]()
+    parameters = {v for leaf in graph.program.leaves(Role.PARAM) for v in leaf.positions}
+    for index, node in enumerate(graph.nodes):
+        own = parameters.intersection(node.inputs) - seen
+        held[index] = sum(graph.program.nbytes(value) for value in own)
+        seen |= own
+    return held
 
 
 def _measured(

@@ -3,6 +3,7 @@
 To be read with a newcomer's eyes: does it say what was wrong, where, and what to do?
 """
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,33 @@ def contrastive(params: Any, batch: Any) -> Any:
     return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores)))
 
 
+ONE_HOST = {
+    "version": 1,
+    "devices": [{"kind": "h100", "count_per_host": 8}],
+    "links": {"intra_host": {"kind": "nvlink4"}},
+}
+
+
+def layered(params: Any, batch: Any) -> Any:
+    x = batch["x"]
+    for name in params:
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ params[name])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def planned(fn: Callable[..., Any], widths: tuple[int, ...], **settings: Any) -> Any:
+    """Plan an embedding and layers of these widths, for 8 H100; nothing is allocated."""
+    shapes = itertools.pairwise(widths)
+    params = {
+        f"layer_{index}" if index else "embed": jax.ShapeDtypeStruct(shape, jnp.float32)
+        for index, shape in enumerate(shapes)
+    }
+    batch = {key: jax.ShapeDtypeStruct((32, widths[0]), jnp.float32) for key in "xy"}
+    settings = {"optimizer": optax.adamw(1e-4), "mesh": ONE_HOST, **settings}
+    return rannc_jax.make_plan(fn, params, batch, **settings)
+
+
 def start(fn: Callable[..., Any], batch: Any, **settings: Any) -> tuple[Any, Any]:
     step = rannc_jax.auto_partition(fn, optimizer=optax.sgd(0.1), **settings)
     return step, step.init(PARAMS, batch)
@@ -58,6 +86,41 @@ def mesh_file() -> Any:
 
 def memory_limit() -> Any:
     return start(loss_fn, batch_of(16), memory_limit_bytes=2**14)
+
+
+def fits_nowhere() -> Any:
+    return planned(layered, (2**18,) * 5)
+
+
+def layer_too_large() -> Any:
+    return planned(layered, (1024, 1024, 8_000_000, 1024))
+
+
+def cut_at_the_beginning() -> Any:
+    return planned(layered, (1024,) * 5, cuts=("embed", "layer_2"))
+
+
+def cut_nowhere() -> Any:
+    return planned(layered, (1024,) * 5, cuts=("layer.2",))
+
+
+def modes_that_contradict_the_cut() -> Any:
+    remat = {"layer_1": "recompute", "layer_2": "save_all"}
+    return planned(layered, (1024,) * 5, cuts=("layer_1", "layer_3"), remat=remat)
+
+
+def stages_that_no_plan_has() -> Any:
+    return planned(layered, (1024,) * 5, num_stages=1, remat={"embed": "recompute", "layer_3": "save_all"})
+
+
+def no_devices() -> Any:
+    return rannc_jax.load_cluster({"version": 1, "devices": []})
+
+
+def no_parameters() -> Any:
+    return rannc_jax.make_plan(
+        lambda params, batch: jnp.mean(batch["x"] ** 2), {}, batch_of(16), optimizer=optax.sgd(0.1)
+    )
 
 
 def ten_rows_independent() -> Any:
@@ -114,6 +177,14 @@ def jitted_step() -> Any:
 MISTAKES: dict[str, Callable[[], Any]] = {
     "a mesh file with mistakes": mesh_file,
     "a memory limit that nothing fits": memory_limit,
+    "a model that cannot fit anywhere": fits_nowhere,
+    "a layer larger than a device": layer_too_large,
+    "a cut where the program begins": cut_at_the_beginning,
+    "a cut at a module that is not there": cut_nowhere,
+    "two modes for modules that the cuts leave in one stage": modes_that_contradict_the_cut,
+    "two modes and a single stage": stages_that_no_plan_has,
+    "a mesh file without devices": no_devices,
+    "a function without parameters": no_parameters,
     "10 rows in 4 microbatches, rows independent": ten_rows_independent,
     "10 rows in 4 microbatches, rows coupled": ten_rows_coupled,
     "a plan loaded for another model": other_model,

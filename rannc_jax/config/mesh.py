@@ -46,6 +46,7 @@ DTYPES = (
     "float8_e5m2",
     "int8",
 )
+_ONE_HOST = '[[devices]] with kind = "h100" and count_per_host = 8 describes one host with 8 GPUs.'
 # A host alone moves nothing between hosts; the link then only fills the place.
 _UNUSED_LINK = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
 
@@ -80,7 +81,7 @@ def load_cluster(source: str | Path | Mapping[str, Any]) -> ClusterSpec:
     intra_host, inter_host = _read_links(top.table("links"), mistakes, several, num_hosts > 1)
     axes = _read_axes(top.table("axes"), groups, mistakes)
     top.finish()
-    mistakes.raise_if_any(ConfigError)
+    mistakes.raise_if_any(ConfigError, hint=None if groups else _ONE_HOST)
     return ClusterSpec(
         groups=tuple(group for group in groups if group),
         intra_host=intra_host or inter_host or _UNUSED_LINK,

@@ -25,6 +25,7 @@ from rannc_jax.partition.infeasible import explain_infeasible
 from rannc_jax.partition.interval import IntervalCosts
 from rannc_jax.partition.order import orders
 from rannc_jax.partition.refine import refine
+from rannc_jax.partition.remedies import Question
 from rannc_jax.partition.space import Menu, Space, chain_schedules, replica_counts, search_space
 from rannc_jax.partition.stage import Placement, StageModel
 from rannc_jax.plan import RunnerUp
@@ -51,8 +52,10 @@ def search(
     rows: int,
     menu: Menu,
     simulate: Simulator,
+    beyond: Menu | None = None,
     splittable: bool = True,
     most_visited: int = MOST_VISITED,
+    explain: bool = True,
 ) -> Decision:
     """Find the fastest plan that fits.
 
@@ -63,9 +66,11 @@ def search(
         rows: batch rows of one step.
         menu: what there is to choose from.
         simulate: `rannc_jax.schedule.simulate`.
+        beyond: what there would be to choose from if it could be run; named where nothing fits.
         splittable: False where rows are coupled, so that the batch must stay whole.
         most_visited: stages that the exact search may place; 0 leaves it out. It is also left out where
             it has no hope to finish and a plan is known.
+        explain: say what would fit where nothing does, which is searched too.
 
     Returns:
         The decision, the same for the same arguments on every machine.
@@ -80,9 +85,8 @@ def search(
     space = search_space(model, constraints, menu, splittable=splittable)
     evaluator, found, pool = _resident_or_offloaded(model, space, simulate, most_visited)
     if found.best is None:
-        raise InfeasibleError(
-            explain_infeasible(model, constraints, evaluator.space, menu, simulate, splittable=splittable)
-        )
+        question = Question(model, constraints, menu, beyond, simulate, splittable)
+        raise InfeasibleError(explain_infeasible(question, evaluator.space) if explain else "no plan fits.")
     every = range(1, rows + 1) if splittable else (1,)
     return decide(
         model,
@@ -122,7 +126,7 @@ def _best(pool: "_Pool", most_visited: int) -> ExactResult:
         _propose(pool, space)
     for candidate in even_cuts(evaluator):
         pool.price(candidate)
-    for candidate in split_backwards(evaluator, pool.ranked()):
+    for candidate in split_backwards(evaluator, _with_whole_backwards(pool)):
         pool.price(candidate)
     for start in pool.ranked()[:MOST_REFINED]:
         pool.add(refine(evaluator, start, most_tried=MOST_TRIED))
@@ -130,6 +134,18 @@ def _best(pool: "_Pool", most_visited: int) -> ExactResult:
         pool.best is not None and evaluator.model.num_blocks > EXACT_BLOCKS and space.boundaries is None
     )
     return exact_search(evaluator, space, incumbent=pool.best, most_visited=0 if hopeless else most_visited)
+
+
+def _with_whole_backwards(pool: "_Pool") -> list[Evaluation]:
+    """Good plans for schedules that split the backward; found apart where no other schedule is allowed."""
+    evaluator, space = pool.evaluator, pool.evaluator.space
+    if not all(schedule.splits_backward for schedule in space.schedules) or not space.chains:
+        return pool.ranked()
+    apart = _Pool(Evaluator(evaluator.model, replace(space, schedules=space.chains), evaluator.simulate))
+    _propose(apart, apart.evaluator.space)
+    for candidate in even_cuts(apart.evaluator):
+        apart.price(candidate)
+    return apart.ranked()
 
 
 @dataclass(slots=True)
@@ -173,7 +189,7 @@ def _propose(pool: _Pool, space: Space) -> None:
         for schedule, num_microbatches in chains:
             chain = ChainSearch(costs, space, schedule, num_microbatches)
             outlook_s, candidate = chain.outlook()
-            if candidate is not None and _is_allowed(candidate, space):
+            if candidate is not None and space.num_stages in (None, candidate.num_stages):
                 pool.price(candidate)
             cases.append((outlook_s, chain))
     proposals: list[Estimate] = []
@@ -186,14 +202,6 @@ def _propose(pool: _Pool, space: Space) -> None:
     proposals.sort(key=lambda estimate: estimate.step_s)
     for estimate in proposals[:MOST_PRICED]:
         pool.price(estimate.candidate)
-
-
-def _is_allowed(candidate: Candidate, space: Space) -> bool:
-    """Whether a plan that was made without looking at what single stages may have keeps to it."""
-    return space.num_stages in (None, candidate.num_stages) and all(
-        space.constraints.replicas_of(stage) in (None, placed.num_replicas)
-        for stage, placed in enumerate(candidate.placements)
-    )
 
 
 def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[RunnerUp]:
@@ -213,10 +221,10 @@ def _one_stage_that_does_not_fit(evaluator: Evaluator, space: Space) -> list[Run
     if any(evaluator(candidate) is not None for candidate in candidates):
         return []
     widest = max(candidate.placements[0].num_replicas for candidate in candidates)
-    smallest = min(
-        (evaluator.smallest(c) for c in candidates if c.placements[0].num_replicas == widest),
-        key=lambda evaluation: evaluation.fullness,
-    )
+    priced = (evaluator.smallest(c) for c in candidates if c.placements[0].num_replicas == widest)
+    smallest = min(filter(None, priced), key=lambda evaluation: evaluation.fullness, default=None)
+    if smallest is None:
+        return []
     price = smallest.prices[0]
     reason = f"needs {gib(price.peak_bytes)} per device, {gib(price.peak_bytes / price.fullness)} may be used"
     return [RunnerUp(summary=summary(smallest), step_s=smallest.step_s, reason=reason)]

@@ -157,7 +157,7 @@ def test_coupled_rows_stay_whole_and_refuse_to_be_split():
 
 def test_a_range_without_a_divisor_lists_the_divisors():
     text = refusal(chain(2), machine(2), rows=10, num_microbatches=(3, 4))
-    assert "no number of microbatches from 3 to 4 divides 10 rows" in text
+    assert "num_microbatches=(3, 4): no such number divides 10 rows" in text
     assert "1, 2, 5, 10" in text
 
 
@@ -166,14 +166,16 @@ def test_named_cuts_are_kept():
     assert [stage.blocks for stage in decision.stages] == [(0,), (1, 2), (3,)]
 
 
-def test_a_cut_at_an_unknown_module_lists_the_known_ones():
-    with pytest.raises(PlanError, match="no block begins in module 'net/head'") as caught:
-        resolve_cuts(["net/head"], ["net/a", "net/b"])
-    assert "net/a, net/b" in str(caught.value)
+def test_a_cut_that_cannot_be_made_is_named():
+    with pytest.raises(PlanError, match="cuts names 'net/head', but no module") as caught:
+        resolve_cuts(["net/head"], [["net/a"], ["net/b"]])
+    assert "nearest names: net/a, net/b, net" in str(caught.value)
+    with pytest.raises(PlanError, match=r"cuts names 'net\.a', with which the program begins"):
+        resolve_cuts(["net.a"], [["net/a"], ["net/b"]])
     with pytest.raises(PlanError, match="leave a stage without blocks"):
-        resolve_cuts([0], ["net/a", "net/b"])
-    with pytest.raises(PlanError, match="two cuts fall on one block"):
-        resolve_cuts(["net/b", 1], ["net/a", "net/b"])
+        resolve_cuts([2], [["net/a"], ["net/b"]])
+    with pytest.raises(PlanError, match="two cuts fall on one block: 'b' and 1"):
+        resolve_cuts(["b", 1], [["net/a"], ["net/b"]])
 
 
 def test_the_mesh_fixes_stages_and_replicas():
@@ -201,7 +203,23 @@ def test_where_nothing_is_fixed_more_devices_are_proposed():
     text = refusal(chain(4), machine(2), memory_limit_bytes=6 * MIB, memory_margin=0.0)
     assert "4 devices (fits in" in text
     text = refusal(chain(1), machine(1), memory_limit_bytes=MIB, memory_margin=0.0)
-    assert "4.1 MiB of usable memory per device, or optimizer state in bfloat16" in text
+    assert "try: 4.1 MiB of usable memory per device." in text
+    text = refusal(chain(1), machine(1), memory_limit_bytes=7 * MIB // 2, memory_margin=0.0)
+    assert "optimizer state in bfloat16 (fits in 3.1 MiB)" in text
+
+
+def test_a_block_that_fits_nowhere_is_named_with_what_is_planned_but_not_run():
+    fat = replace(layer(1), state=StateBytes(parameters=8 * MIB, gradients=8 * MIB, optimizer=16 * MIB))
+    table = replace(chain(3), affine=(layer(0), fat, layer(2)))
+    everything = Menu(schedules=BOTH.schedules, shardings=tuple(Sharding), offloads=(False, True))
+    spec = machine(4, 20 * MIB)
+    with pytest.raises(PlanError) as caught:
+        search(table, spec, rows=8, menu=BOTH, simulate=simulate, beyond=everything)
+    text = str(caught.value)
+    assert "'net/layer_1' (block 1 of 3) cannot be cut and alone needs 32." in text
+    assert "MiB too much (stage" in text
+    assert "or sharding='zero2' (fits in" in text
+    assert "planned with runnable=False, not run yet" in text
 
 
 def test_what_is_not_run_yet_says_so():
