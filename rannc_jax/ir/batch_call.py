@@ -106,9 +106,12 @@ class Call:
     def unspreadable(self) -> None:
         self.findings.unspreadable.add(self.equation)
 
-    def layout(self) -> tuple[RowLayout | None, bool]:
-        """Where the rows of same-shaped operands lie, and whether that is only a guess."""
-        rank = len(self.out_shape())
+    def layout(self, rank: int | None = None) -> tuple[RowLayout | None, bool]:
+        """Where the rows of same-shaped operands lie, and whether that is only a guess.
+
+        `rank` is that of the operands; the output's by default.
+        """
+        rank = len(self.out_shape()) if rank is None else rank
         having = [f for f in self.flows if f.layout is not None]
         if any(len(a.aval.shape) not in (0, rank) for a in self.eqn.invars):
             raise Coupled

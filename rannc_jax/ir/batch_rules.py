@@ -13,8 +13,9 @@ from rannc_jax.ir.batch_info import RowLayout
 
 BENDING = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh
-    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow is_finite le le_to
-    lgamma log log1p logistic lt lt_to max min ne nextafter not or polygamma population_count pow
+    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow
+    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min ne nextafter not one_minus_square or
+    polygamma population_count pow
     regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign
     sin sinh sqrt square tan tanh xor zeta
 """
@@ -243,6 +244,35 @@ def _concatenate(call: Call) -> list[Flow]:
             raise Coupled
         return [moved(flow, replace(having[0], outer=sum(h.outer for h in having)))]
     return [spread(flow, *call.layout())]
+
+
+@rule("stack")
+def _stack(call: Call) -> list[Flow]:
+    axis = call.params["axis"]
+    if any(f.kind is Kind.INDEX or f.columns for f in call.flows):
+        raise Coupled
+    flow = joined(call, *call.flows)
+    if all(f.layout is None for f in call.flows):
+        layout = call.guessed()
+        return [spread(flow, layout, layout is not None)]
+    layout, loose = call.layout(len(call.shape(0)))
+    assert layout is not None
+    return [spread(flow, replace(layout, dim=layout.dim + (layout.dim >= axis)), loose)]
+
+
+@rule("tile")
+def _tile(call: Call) -> list[Flow]:
+    flow = call.flows[0]
+    if flow.kind is Kind.INDEX or flow.columns:
+        raise Coupled
+    flow = joined(call, flow)
+    if flow.layout is None:
+        layout = call.guessed()
+        return [spread(flow, layout, layout is not None)]
+    if call.params["reps"] != call.twin.params["reps"]:
+        raise Coupled  # rows in two dims
+    times = call.params["reps"][flow.layout.dim]
+    return [moved(flow, replace(flow.layout, outer=flow.layout.outer * times))]
 
 
 def _index_columns(call: Call, dim: int) -> Flow:

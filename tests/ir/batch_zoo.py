@@ -408,6 +408,14 @@ def two_views(params: Any, batch: Any) -> Any:
     return jnp.mean((first - second) ** 2)
 
 
+def stacked_and_tiled(params: Any, batch: Any) -> Any:
+    x = jnp.swapaxes(batch["x"], 0, 1)
+    pair = jnp.stack([x, 2 * x]) + jnp.stack([x, x], -1).transpose(2, 0, 1)
+    out = mlp(params, jnp.swapaxes(jnp.tile(pair, (1, 1, 2))[1], 0, 1))
+    first, second = jnp.split(out, 2)
+    return jnp.mean((first - 0.5 * second) ** 2)
+
+
 def segment_counts(params: Any, batch: Any) -> Any:
     out = mlp(params, batch["x"])[:, 0]
     per_class = jnp.zeros(VOCAB).at[batch["tokens"][:, 0]].add(out)
@@ -500,6 +508,7 @@ SEPARABLE = [
     _case(vmapped_rows, MLP, XY),
     _case(chunked_over_time, RNN, SEQUENCES),
     _case(two_views, MLP, XY),
+    _case(stacked_and_tiled, MLP, XY),
     _case(segment_counts, MLP, LABELLED),
     _case(average_with_weights, MLP, MASKED, kind=W),
     _case(dot_weights, MLP, MASKED, kind=W),
