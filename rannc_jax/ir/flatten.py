@@ -5,7 +5,7 @@ before differentiation would change gradients (relu at 0 became 0.5), the others
 over layers are opened later: `scans`.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,16 +15,27 @@ from jax.extend import source_info_util
 from rannc_jax.ir.evaluate import bind, read
 
 _INLINE = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_CALLS = {**_INLINE, "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
 def flatten(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """The same function with every inline call opened, recursively, and dead equations removed."""
+    return _opened(closed, _INLINE)
+
+
+def open_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Like `flatten`, for a program of which nothing is differentiated any more: checkpoints and custom
+    derivatives of forward mode are opened too. (A custom_vjp stays the one unit of work that it is.)"""
+    return _opened(closed, _CALLS)
+
+
+def _opened(closed: jex.ClosedJaxpr, calls: Mapping[str, str]) -> jex.ClosedJaxpr:
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
 
     def run(*args: Any) -> list[Any]:
-        return _run(closed.jaxpr, closed.consts, args)
+        return _run(closed.jaxpr, closed.consts, args, calls)
 
-    if any(eqn.primitive.name in _INLINE for eqn in closed.jaxpr.eqns):
+    if any(eqn.primitive.name in calls for eqn in closed.jaxpr.eqns):
         closed = jax.make_jaxpr(run)(*avals)
     return drop_dead(closed)
 
@@ -41,18 +52,21 @@ def drop_dead(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(closed.jaxpr.replace(eqns=kept), closed.consts)
 
 
-def _run(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _run(
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: Mapping[str, str]
+) -> list[Any]:
     env: dict[jex.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
         values = [read(env, atom) for atom in eqn.invars]
-        inner = _INLINE.get(eqn.primitive.name)
+        inner = calls.get(eqn.primitive.name)
         if inner is None:
             outs = bind(eqn, values)
         else:
             body = eqn.params[inner]
+            body, given = (body.jaxpr, body.consts) if isinstance(body, jex.ClosedJaxpr) else (body, ())
             with scope(eqn):
-                outs = _run(body.jaxpr, body.consts, values)
+                outs = _run(body, given, values, calls)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(env, atom) for atom in jaxpr.outvars]
 

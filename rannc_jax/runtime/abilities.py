@@ -4,7 +4,7 @@ from rannc_jax.contract import Sharding
 from rannc_jax.errors import PlanError, message
 from rannc_jax.plan import Plan
 
-SCHEDULES = ("1f1b", "gpipe", "forward")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved(2)", "interleaved(3)", "interleaved(4)", "forward")
 SHARDINGS = (Sharding.REPLICATED,)
 OFFLOADS = (False,)
 

@@ -1,4 +1,4 @@
-"""The compiled programs of one stage: prologue, forward, backward, and what ends a step.
+"""A stage at one number of rows: its forward as a program, its derivative, and how its values lie.
 
 Rows are spread over a stage's replicas in one of two ways. *Per replica* (separable programs): each
 replica runs the program traced with its own rows under `shard_map`, gradients are summed locally and
@@ -130,11 +130,23 @@ class StagePrograms:
     @functools.cached_property
     def diff(self) -> Differentiated:
         """Forward and backward of the stage at this number of rows."""
+        return differentiate(self._function, self.input_avals, wrt=self.wrt, cotangents=self.cotangents)
+
+    @functools.cached_property
+    def input_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """What one program sees of the inputs, the replica's number and, where rows are masked, `valid`."""
         shapes = avals(self.program, self._part.inputs)
         shapes.append(jax.ShapeDtypeStruct((), jnp.int32))
         if self.masked:
             shapes.append(jax.ShapeDtypeStruct((self.program.rows,), jnp.bool_))
-        return differentiate(self._function, shapes, wrt=self.wrt, cotangents=self.cotangents)
+        return shapes
+
+    @functools.cached_property
+    def output_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """What one program makes: outputs, then results."""
+        results = [self.program.jaxpr.jaxpr.outvars[k].aval for k in self.shape.part.results]
+        made = avals(self.program, self._part.outputs)
+        return [*made, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)]
 
     def _function(self, values: Sequence[Any]) -> list[Any]:
         """The stage in terms of its inputs, the replica's number and the valid rows."""
@@ -159,91 +171,21 @@ class StagePrograms:
 
     def forward(self, *, residuals: bool) -> Compiled:
         """`(*inputs[, valid]) -> (*outputs, *results, *residuals)`."""
-        num_inputs = len(self.shape.part.inputs)
 
         def run(*args: Any) -> tuple[Any, ...]:
-            values = [*args[:num_inputs], self._number(), *args[num_inputs:]]
             if residuals:
-                outs, kept = self.diff.forward(values)
+                outs, kept = self.diff.forward(self.with_number(args))
             else:
-                outs, kept = self._function(values), []
-            return (*map(self._pack, outs, self._kinds), *(self._stack(x) for x in kept))
+                outs, kept = self._function(self.with_number(args)), []
+            return (*map(self.pack, outs, self.kinds), *(self.stack(x) for x in kept))
 
-        specs = [self._spec(kind) for kind in self._kinds]
-        kept = [self._residual_spec] * (len(self.diff.residuals) if residuals else 0)
-        ins = [self._spec(self._value_kind(v)) for v in self.shape.part.inputs]
-        return self._compile(run, ins + [self._row_spec] * self.masked, specs + kept)
+        kept = [self.residual_spec] * (len(self.diff.residuals) if residuals else 0)
+        return self.compile(run, self.input_specs, [*self.output_specs, *kept])
 
-    def backward(self, arity: Sequence[int]) -> Compiled:
-        """The backward, from what the forward left and the cotangents to sums and gradients.
-
-        Its arguments are held inputs, kept outputs, residuals, cotangents, the loss's weight on the stage
-        that makes it, and accumulators; it returns new accumulators and the gradients of `gradient_ids`.
-
-        Args:
-            arity: how many cotangents arrive for each crossing output that takes one; they are added in
-                order.
-        """
-        diff, part = self.diff, self.shape.part
-        held = self.held_positions
-        counts = (len(held), len(diff.kept_outputs), len(diff.residuals), sum(arity))
-        acc_ids = self.shape.accumulated
-        seeding = self.seeding
-
-        def run(*args: Any) -> tuple[Any, ...]:
-            taken = iter(args)
-            inputs = [next(taken) for _ in range(counts[0])]
-            outputs = [self._unpack(next(taken), self._kinds[k]) for k in diff.kept_outputs]
-            kept = [self._unstack(next(taken)) for _ in range(counts[2])]
-            cotangents = [
-                self._share(_total([next(taken) for _ in range(n)]), self._kinds[position])
-                for position, n in zip(self.cotangents, arity, strict=False)
-            ]
-            weight = jnp.float32(1)
-            if seeding is not None:
-                weight = next(taken)[0]
-                cotangents.append(weight.astype(self._loss_dtype()))
-            accumulators = list(taken)
-            values = self._with_part(inputs, held)
-            grads = diff.backward(values, outputs, kept, cotangents)
-            if seeding is not None and seeding.select:
-                grads = [jnp.where(weight > 0, g, jnp.zeros_like(g)) for g in grads]
-            by_id = {part.inputs[i]: g for i, g in zip(diff.wrt, grads, strict=True)}
-            new = [
-                acc + self._stack(by_id[v].astype(acc.dtype))
-                for v, acc in zip(acc_ids, accumulators, strict=True)
-            ]
-            return (*new, *(self._whole(by_id[v], v) for v in self.gradient_ids))
-
-        ins = [
-            self._spec(self._value_kind(part.inputs[i])) if i < len(part.inputs) else self._row_spec
-            for i in held
-        ]
-        ins += [self._spec(self._kinds[k]) for k in diff.kept_outputs]
-        ins += [self._residual_spec] * counts[2]
-        for position, n in zip(self.cotangents, arity, strict=False):
-            ins += [self._spec(self._kinds[position])] * n
-        ins += [PartitionSpec(DATA_AXIS) if self._per_replica else PartitionSpec()] * (seeding is not None)
-        acc_spec = self.accumulator_spec
-        ins += [acc_spec] * len(acc_ids)
-        outs = [acc_spec] * len(acc_ids)
-        outs += [self._spec(self._value_kind(v)) for v in self.gradient_ids]
-        first = len(ins) - len(acc_ids)
-        return self._compile(run, ins, outs, donate=tuple(range(first, len(ins))))
-
-    def seed(self) -> Compiled:
-        """`(w, g(w)) -> weight`, both stacked: the loss's seed where the program makes its own weight."""
-
-        def run(weight: jax.Array, divisor: jax.Array) -> tuple[jax.Array]:
-            return (jnp.where(weight > 0, divisor, 0).astype(jnp.float32),)
-
-        return jax.jit(run)
-
-    @functools.cached_property
-    def held_positions(self) -> tuple[int, ...]:
-        """Positions of inputs that the backward reads (a position behind the inputs is `valid`)."""
-        part_position = len(self.shape.part.inputs)
-        return tuple(i for i in self.diff.held if i != part_position)
+    def with_number(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of a forward program as `diff` takes them: with the replica's number."""
+        num_inputs = len(self.shape.part.inputs)
+        return [*args[:num_inputs], self.number(), *args[num_inputs:]]
 
     @functools.cached_property
     def gradient_ids(self) -> tuple[int, ...]:
@@ -254,34 +196,45 @@ class StagePrograms:
     @property
     def accumulator_spec(self) -> PartitionSpec:
         """How accumulators lie on the sub-mesh."""
-        return PartitionSpec(DATA_AXIS) if self._per_replica else PartitionSpec()
+        return PartitionSpec(DATA_AXIS) if self.per_replica else PartitionSpec()
 
     def accumulator_shape(self, value: int) -> tuple[int, ...]:
         """Shape of the accumulator of a parameter or prologue value."""
         shape = tuple(self.graph.program.vars[value].aval.shape)
-        return (self.mesh.size, *shape) if self._per_replica else shape
+        return (self.mesh.size, *shape) if self.per_replica else shape
 
     # --- how values lie -----------------------------------------------------------------------
 
     @property
-    def _per_replica(self) -> bool:
+    def input_specs(self) -> list[PartitionSpec]:
+        """Of the arguments of a forward program."""
+        ins = [self.spec(self.value_kind(v)) for v in self.shape.part.inputs]
+        return ins + [self.row_spec] * self.masked
+
+    @property
+    def output_specs(self) -> list[PartitionSpec]:
+        """Of outputs and results."""
+        return [self.spec(kind) for kind in self.kinds]
+
+    @property
+    def per_replica(self) -> bool:
         return self.spread is Spread.PER_REPLICA
 
     @property
-    def _row_spec(self) -> PartitionSpec:
+    def row_spec(self) -> PartitionSpec:
         return PartitionSpec(DATA_AXIS)
 
     @property
-    def _residual_spec(self) -> PartitionSpec | None:
-        return PartitionSpec(DATA_AXIS) if self._per_replica else None
+    def residual_spec(self) -> PartitionSpec | None:
+        return PartitionSpec(DATA_AXIS) if self.per_replica else None
 
     @functools.cached_property
-    def _kinds(self) -> list[RowLayout | str | None]:
+    def kinds(self) -> list[RowLayout | str | None]:
         """Of every output: its layout, None (the same on every replica), or "stacked"."""
         info, part = self.graph.info, self.shape.part
         crossing = set(self.shape.crossing_out)
         kinds: list[RowLayout | str | None] = [
-            self._value_kind(v) if v in crossing else "stacked" for v in part.outputs
+            self.value_kind(v) if v in crossing else "stacked" for v in part.outputs
         ]
         for k in part.results:
             v = self.graph.program.output_ids()[k]
@@ -300,63 +253,49 @@ class StagePrograms:
 
     def output_kind(self, position: int) -> RowLayout | str | None:
         """How output `position` lies: a layout, None (replicated) or "stacked" ([replicas, ...])."""
-        return self._kinds[position]
+        return self.kinds[position]
 
-    def _value_kind(self, value: int) -> RowLayout | None:
+    def value_kind(self, value: int) -> RowLayout | None:
         layout = self.graph.info.layouts[value]
         return layout if layout is not None and layout.contiguous else None
 
-    def _spec(self, kind: RowLayout | str | None) -> PartitionSpec:
+    def spec(self, kind: RowLayout | str | None) -> PartitionSpec:
         if kind == "stacked":
-            return PartitionSpec(DATA_AXIS) if self._per_replica else PartitionSpec()
+            return PartitionSpec(DATA_AXIS) if self.per_replica else PartitionSpec()
         return sub_mesh_sharding(kind, self.mesh).spec  # type: ignore[arg-type]
 
-    def _pack(self, x: Any, kind: Any) -> Any:
+    def pack(self, x: Any, kind: Any) -> Any:
         return jnp.asarray(x)[None] if kind == "stacked" else x
 
-    def _unpack(self, x: Any, kind: Any) -> Any:
+    def unpack(self, x: Any, kind: Any) -> Any:
         return x[0] if kind == "stacked" else x
 
-    def _stack(self, x: Any) -> Any:
-        return x[None] if self._per_replica else x
+    def stack(self, x: Any) -> Any:
+        return x[None] if self.per_replica else x
 
-    def _unstack(self, x: Any) -> Any:
-        return x[0] if self._per_replica else x
+    def unstack(self, x: Any) -> Any:
+        return x[0] if self.per_replica else x
 
-    def _whole(self, gradient: Any, value: int) -> Any:
+    def whole(self, gradient: Any, value: int) -> Any:
         """The gradient of a value; of one without rows every replica has a part."""
-        if self._per_replica and self._value_kind(value) is None:
+        if self.per_replica and self.value_kind(value) is None:
             return jax.lax.psum(gradient, DATA_AXIS)
         return gradient
 
-    def _share(self, cotangent: Any, kind: RowLayout | str | None) -> Any:
+    def share(self, cotangent: Any, kind: RowLayout | str | None) -> Any:
         """This replica's part of a cotangent that all of them have whole: their sums are added later."""
-        return cotangent / self.mesh.size if self._per_replica and kind is None else cotangent
+        return cotangent / self.mesh.size if self.per_replica and kind is None else cotangent
 
-    def _number(self) -> Any:
-        return jax.lax.axis_index(DATA_AXIS) if self._per_replica else jnp.int32(0)
+    def number(self) -> Any:
+        return jax.lax.axis_index(DATA_AXIS) if self.per_replica else jnp.int32(0)
 
-    def _with_part(self, inputs: list[Any], held: Sequence[int]) -> list[Any]:
-        """Inputs the backward reads, the replica's number among them where it is read."""
-        by_position = dict(zip(held, inputs, strict=True))
-        return [by_position[i] if i in by_position else self._number() for i in self.diff.held]
-
-    def _loss_dtype(self) -> Any:
-        assert self.seeding is not None
-        k = self.shape.part.results[self.seeding.position - len(self.shape.part.outputs)]
-        return self.program.jaxpr.jaxpr.outvars[k].aval.dtype
-
-    def _compile(
+    def compile(
         self, run: Callable[..., Any], ins: Sequence[Any], outs: Sequence[Any], donate: tuple[int, ...] = ()
     ) -> Compiled:
-        if self._per_replica:
+        if self.per_replica:
             run = jax.shard_map(
                 run, mesh=self.mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=False
             )
             return jax.jit(run, donate_argnums=donate)
         shardings = tuple(None if s is None else NamedSharding(self.mesh, s) for s in outs)
         return jax.jit(run, out_shardings=shardings, donate_argnums=donate)
-
-
-def _total(values: Sequence[Any]) -> Any:
-    return functools.reduce(jnp.add, values)

@@ -6,7 +6,8 @@ Keys of values, all tuples:
     ("batch", v, i, s) ("rng", i, s) ("valid", i, s) what microbatch i brings to stage s
     ("pro", v, s)                                    a result of the stage's prologue
     ("act", v, i, s) ("ct", v, i, s, t)              a value on stage s; its cotangent from s, on t
-    ("res", n, i, s) ("acc", v, s, n)                residuals, accumulators
+    ("res", n, i, s) ("front", n, i, s)              residuals; what an I hands to its W
+    ("acc", v, s, n) ("seed", i)                     accumulators; weight of a microbatch's loss
     ("out", k, i)                                    program output k of microbatch i
     ("grad", v) ("loss",) ("scale", s)               what the optimizer reads
 """
