@@ -21,15 +21,15 @@ from rannc_jax.errors import MeshError, PlanError, TraceError, message
 from rannc_jax.ir.example import AUTO, Example, Subject, make_example, subject
 from rannc_jax.ir.graph import Graph
 from rannc_jax.partition.constraints import Constraints
-from rannc_jax.partition.space import Menu, check_menu
+from rannc_jax.partition.space import check_menu
 from rannc_jax.plan import Plan
 from rannc_jax.planning import EVERYTHING, Request, plan_function
 from rannc_jax.progress import Progress
-from rannc_jax.runtime.abilities import OFFLOADS, SCHEDULES, SHARDINGS, check_runs
+from rannc_jax.runtime.abilities import OFFLOADS, SHARDINGS, check_runs
 from rannc_jax.runtime.step import Defaults, Options, Step
 from rannc_jax.schedule import schedule_named
 
-RUNNABLE = Menu(schedules=tuple(map(schedule_named, SCHEDULES)), shardings=SHARDINGS, offloads=OFFLOADS)
+RUNNABLE = replace(EVERYTHING, shardings=SHARDINGS, offloads=OFFLOADS)
 """What the planner may choose from where the plan is to be run."""
 
 Mesh = str | Path | Mapping[str, Any] | ClusterSpec | jax.sharding.Mesh | None
@@ -204,7 +204,7 @@ def parallelize(
         MeshError: the mesh is too small for the plan, or in `init`, if too few devices are here.
     """
     who, defaults, batch_dims = _subject(fn, takes, optimizer, batch_dims)
-    if (plan.schedule == "forward") != (optimizer is None):
+    if schedule_named(plan.schedule).has_backward == (optimizer is None):
         raise PlanError(
             message(
                 "the plan and the optimizer do not go together.",

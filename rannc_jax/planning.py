@@ -40,6 +40,7 @@ from rannc_jax.partition.space import Menu
 from rannc_jax.plan import Block, Plan
 from rannc_jax.progress import NoProgress, Progress
 from rannc_jax.schedule import Forward, GPipe, Interleaved, OneFOneB, ZeroBubble, simulate
+from rannc_jax.scheduling import with_fewer_splits, written_schedule
 
 EVERYTHING = Menu(
     schedules=(OneFOneB(), GPipe(), ZeroBubble(), Interleaved(2), Interleaved(3), Interleaved(4), Forward()),
@@ -96,6 +97,10 @@ def plan_function(
     graph = prepare(who, example)
     if not graph.nodes:
         raise TraceError(_nothing_to_cut(who, graph))
+    constraints, written = written_schedule(request.constraints)
+    if written:
+        menu = replace(request.menu, schedules=(*written, *request.menu.schedules))
+        request = replace(request, constraints=constraints, menu=menu)
     splittable = _check_coupling(graph, example.rows, request)
     num_stages = request.constraints.with_axes(request.cluster.axes).fixed_num_stages or 1
     for max_blocks in (max(size, num_stages) for size in MAX_BLOCKS):
@@ -112,7 +117,7 @@ def plan_function(
             if finest:
                 raise
             progress.note("nothing fits; trying finer blocks")
-    return _assemble(graph, blocks, decision, example, request), graph
+    return _assemble(graph, blocks, with_fewer_splits(decision), example, request), graph
 
 
 def _search(table: CostTable, rows: int, request: Request, *, splittable: bool, explain: bool) -> Decision:

@@ -36,3 +36,14 @@ def count(number: int, noun: str) -> str:
     """
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def schedule_words(text: str) -> str:
+    """A schedule in a few words: its name, or what there is in one that is written out."""
+    actions = text.split()
+    if len(actions) < 2:
+        return text
+    split = sum("W" in action for action in actions)
+    backwards = split + sum("B" in action for action in actions)
+    kind = f"{split} of {count(backwards, 'backward')} split" if split else "written out"
+    return f"{count(len(actions), 'action')} ({kind})"

@@ -15,7 +15,13 @@ from jax.extend import source_info_util
 from rannc_jax.ir.evaluate import bind, read
 
 _INLINE = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-_CALLS = {**_INLINE, "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+_CALLS = {
+    **_INLINE,
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}
 
 
 def flatten(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -52,9 +58,7 @@ def drop_dead(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(closed.jaxpr.replace(eqns=kept), closed.consts)
 
 
-def _run(
-    jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: Mapping[str, str]
-) -> list[Any]:
+def _run(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: Mapping[str, str]) -> list[Any]:
     env: dict[jex.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:

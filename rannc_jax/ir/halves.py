@@ -179,9 +179,7 @@ class _Cut:
         self.second_reads = {v for v in live if v not in known and v not in made}
         return [v for v in live if v in known]
 
-    def _hand_over(
-        self, handed: Sequence[jex.Var], made: Mapping[jex.Var, int], free: set[jex.Var]
-    ) -> None:
+    def _hand_over(self, handed: Sequence[jex.Var], made: Mapping[jex.Var, int], free: set[jex.Var]) -> None:
         """Put known values on the frontier, or have the second half make them again where that is cheap."""
         for v in sorted(handed, key=lambda v: made.get(v, -1)):
             chain = self._cheap_chain(v, made)

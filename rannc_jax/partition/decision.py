@@ -7,7 +7,7 @@ from rannc_jax.partition.candidate import Evaluation
 from rannc_jax.partition.constraints import NamedSchedule
 from rannc_jax.partition.stage import MEMORY_CLASSES, StageModel
 from rannc_jax.plan import Crossing, RunnerUp, Stage, Tie
-from rannc_jax.words import ms
+from rannc_jax.words import ms, schedule_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def summary(evaluation: Evaluation) -> str:
     return (
         f"{candidate.num_stages} stage{'s' if candidate.num_stages > 1 else ''} x {replicas}, "
         f"{candidate.num_microbatches} microbatch{'es' if candidate.num_microbatches > 1 else ''}, "
-        f"{candidate.schedule.name}" + "".join(f", {word}" for word in sorted(words))
+        f"{schedule_words(candidate.schedule.name)}" + "".join(f", {word}" for word in sorted(words))
     )
 
 

@@ -28,7 +28,7 @@ MOST_SPLIT = 12
 
 def even_cuts(evaluator: Evaluator) -> Iterator[Candidate]:
     """The most promising even cuts, by an estimate of their steps."""
-    whole = [schedule for schedule in evaluator.space.schedules if not schedule.splits_backward]
+    whole = [s for s in evaluator.space.schedules if s.num_chunks > 1 or not s.splits_backward]
     seconds_of = functools.cache(functools.partial(_seconds, evaluator))
     ends_of = functools.cache(lambda rows, num_stages: _even(seconds_of(rows), num_stages))
     for several in (False, True):
@@ -47,7 +47,7 @@ def split_backwards(evaluator: Evaluator, whole: Sequence[Evaluation]) -> Iterat
         if found.candidate.schedule.num_chunks == 1
     )
     for schedule in evaluator.space.schedules:
-        if schedule.splits_backward:
+        if schedule.splits_backward and schedule.num_chunks == 1:
             for m, placements in itertools.islice(plans, MOST_SPLIT):
                 if schedule.runs(len(placements), m):
                     yield Candidate(schedule, m, placements)

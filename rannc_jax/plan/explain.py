@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rannc_jax.cluster import LinkSpec
 from rannc_jax.plan.text import MEMORY_WORDS, devices_text, grid
-from rannc_jax.words import count, gib, ms
+from rannc_jax.words import count, gib, ms, schedule_words
 
 if TYPE_CHECKING:
     from rannc_jax.plan.data import Plan
@@ -53,7 +53,9 @@ def _shape(plan: "Plan") -> str:
         return f"{name} over {count(counts[0], 'device')}" if counts[0] > 1 else "one device"
     ranks = len(ranks_of(plan))
     over = "" if ranks == plan.num_stages else f" over {ranks} groups of devices"
-    return f"a pipeline of {plan.num_stages} stages{over} x {replicas} replicas, {plan.schedule}"
+    return (
+        f"a pipeline of {plan.num_stages} stages{over} x {replicas} replicas, {schedule_words(plan.schedule)}"
+    )
 
 
 def _work_s(plan: "Plan", stages: list[int]) -> float:

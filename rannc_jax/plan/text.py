@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rannc_jax.words import count, ms
+from rannc_jax.words import count, ms, schedule_words
 
 if TYPE_CHECKING:
     from rannc_jax.plan.data import Crossing, Plan, Stage
@@ -76,7 +76,7 @@ def _headline(plan: "Plan") -> str:
     microbatches = count(plan.num_microbatches, "microbatch")
     return (
         f"plan: {stages} on {used} of {count(len(kinds), 'device')} ({there}), "
-        f"{count(plan.rows, 'row')} in {microbatches}, {plan.schedule}"
+        f"{count(plan.rows, 'row')} in {microbatches}, {schedule_words(plan.schedule)}"
     )
 
 

@@ -3,8 +3,8 @@
 from rannc_jax.contract import Sharding
 from rannc_jax.errors import PlanError, message
 from rannc_jax.plan import Plan
+from rannc_jax.schedule import schedule_named
 
-SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved(2)", "interleaved(3)", "interleaved(4)", "forward")
 SHARDINGS = (Sharding.REPLICATED,)
 OFFLOADS = (False,)
 
@@ -14,10 +14,10 @@ def check_runs(plan: Plan) -> None:
 
     Raises:
         PlanError: lists every setting that is planned but not run yet.
+        ScheduleError: the schedule is none, or not one of so many stages and microbatches.
     """
+    schedule_named(plan.schedule).actions(plan.num_stages, plan.num_microbatches)
     wrong = []
-    if plan.schedule not in SCHEDULES:
-        wrong.append(f"schedule: got {plan.schedule!r}, run are {', '.join(map(repr, SCHEDULES))}")
     for index, stage in enumerate(plan.stages):
         if stage.sharding not in SHARDINGS:
             known = ", ".join(repr(sharding.value) for sharding in SHARDINGS)

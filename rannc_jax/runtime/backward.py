@@ -242,7 +242,9 @@ class Backwards:
             return jax.ShapeDtypeStruct((), jnp.int32)
         if r.source is Source.RESIDUAL:
             return code.diff.residuals[r.index]
-        return jax.ShapeDtypeStruct((), jnp.float32) if r.source is Source.SEED else code.output_avals[r.index]
+        return (
+            jax.ShapeDtypeStruct((), jnp.float32) if r.source is Source.SEED else code.output_avals[r.index]
+        )
 
     def _stays(self, r: Read) -> bool:
         """Whether a value stays in memory between I and W anyway."""

@@ -45,7 +45,7 @@ class Routine:
     Args:
         remats: per stage.
         meshes: per stage.
-        schedule: "gpipe", "1f1b", "forward".
+        schedule: its name, or its actions as text.
         num_microbatches: wanted; fewer if the rows do not divide.
         train: with a backward.
     """
@@ -225,7 +225,7 @@ class Engine:
             stages=stages,
             remats=routine.remats,
             meshes=meshes,
-            actions=tuple(linearise(schedule.actions(len(stages), parts[0]))),
+            actions=tuple(linearise(schedule.some_actions(len(stages), parts[0]))),
             num_microbatches=parts[0],
             rows=parts[1],
             batch_rows=example.rows,

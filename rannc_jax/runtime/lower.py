@@ -64,7 +64,8 @@ class _Walk:
             backwards = self.backwards[action.stage]
             if (
                 last is not None
-                and (last.kind, last.stage, last.microbatch) == (Kind.FORWARD, action.stage, action.microbatch)
+                and (last.kind, last.stage, last.microbatch)
+                == (Kind.FORWARD, action.stage, action.microbatch)
                 and backwards is not None
                 and not backwards.arity
             ):
@@ -241,7 +242,9 @@ class _Walk:
         """The accumulators of a stage before and after the next addition."""
         version = self.version[s]
         self.version[s] = version + 1
-        old, new = ([("acc", v, s, n) for v in self.table.shapes[s].accumulated] for n in (version, version + 1))
+        old, new = (
+            [("acc", v, s, n) for v in self.table.shapes[s].accumulated] for n in (version, version + 1)
+        )
         return list(old), list(new)
 
     # --- moves --------------------------------------------------------------------------------

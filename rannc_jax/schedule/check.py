@@ -12,8 +12,8 @@ from rannc_jax.schedule.action import Action, Kind
 from rannc_jax.schedule.held import most_held
 from rannc_jax.schedule.schedule import Grid
 
-_COMPLETE = (
-    Counter({Kind.FORWARD: 1}),
+_FORWARD_ONLY = (Counter({Kind.FORWARD: 1}),)
+_TRAINS = (
     Counter({Kind.FORWARD: 1, Kind.BACKWARD: 1}),
     Counter({Kind.FORWARD: 1, Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 1}),
 )
@@ -31,7 +31,7 @@ def linearise(actions: Grid) -> tuple[Action, ...]:
     starts = _unit_starts(actions)
     stuck = [row[len(times)] for row, times in zip(actions, starts, strict=True) if len(times) < len(row)]
     if stuck:
-        raise ScheduleError(_deadlock(stuck))
+        raise ScheduleError(_deadlock(stuck, 1 + max(a.stage for row in actions for a in row)))
     timed = [
         (start, rank, position) for rank, times in enumerate(starts) for position, start in enumerate(times)
     ]
@@ -79,7 +79,8 @@ def _unit_starts(actions: Grid) -> list[list[int]]:
 
 
 def check_actions(actions: Grid, *, in_flight: tuple[int, ...] | None = None) -> None:
-    """Check that each stage runs each microbatch once, that nothing deadlocks, and what is kept.
+    """Check that each stage runs each microbatch once, with a backward everywhere or nowhere, that nothing
+    deadlocks, and what is kept.
 
     Args:
         actions: by rank.
@@ -89,12 +90,13 @@ def check_actions(actions: Grid, *, in_flight: tuple[int, ...] | None = None) ->
         ScheduleError: names the stage and the first action that is wrong.
     """
     microbatches = {action.microbatch for row in actions for action in row}
+    trains = any(action.kind is not Kind.FORWARD for row in actions for action in row)
     owners: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for stage in sorted({action.stage for action in row}):
             if owners.setdefault(stage, rank) != rank:
                 raise ScheduleError(message(f"stage {stage} is run by rank {owners[stage]} and by {rank}."))
-            _check_complete(stage, row, microbatches)
+            _check_complete(stage, row, microbatches, trains=trains)
     if sorted(owners) != list(range(len(owners))):
         raise ScheduleError(message(f"the stages are {sorted(owners)}, expected 0, 1, 2, ..."))
     linearise(actions)
@@ -111,31 +113,33 @@ def check_actions(actions: Grid, *, in_flight: tuple[int, ...] | None = None) ->
                 )
 
 
-def _check_complete(stage: int, row: tuple[Action, ...], microbatches: set[int]) -> None:
+def _check_complete(stage: int, row: tuple[Action, ...], microbatches: set[int], *, trains: bool) -> None:
     kinds: dict[int, Counter[Kind]] = {microbatch: Counter() for microbatch in microbatches}
     for action in row:
         if action.stage == stage:
             kinds[action.microbatch][action.kind] += 1
     for microbatch, counted in sorted(kinds.items()):
-        if counted not in _COMPLETE:
+        if counted not in (_TRAINS if trains else _FORWARD_ONLY):
             got = "".join(sorted(kind.value for kind in counted.elements())) or "nothing"
             raise ScheduleError(
                 message(
                     f"stage {stage} does not run microbatch {microbatch} exactly once.",
                     f"got: {got}",
-                    "expected: F, or F and B, or F, I and W",
+                    "expected: F and B, or F, I and W" if trains else "expected: F",
                 )
             )
 
 
-def _deadlock(stuck: list[Action]) -> str:
+def _deadlock(stuck: list[Action], num_stages: int) -> str:
     """Each stage's first action that never runs, and what it waits for."""
     lines = []
     for action in stuck:
         if action.kind is Kind.FORWARD:
-            needs = f"the forward of {action.microbatch} on stage {action.stage - 1}"
+            needs = f"{Action(action.stage - 1, Kind.FORWARD, action.microbatch)}"
         elif action.kind is Kind.WEIGHT_GRAD:
             needs = f"{Action(action.stage, Kind.INPUT_GRAD, action.microbatch)}"
+        elif action.stage + 1 == num_stages:
+            needs = "its forward"
         else:
             needs = f"its forward, and the gradient of {action.microbatch} on stage {action.stage + 1}"
         lines.append(f"{action} waits for {needs}")

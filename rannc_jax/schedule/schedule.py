@@ -72,6 +72,18 @@ class Schedule(ABC):
         ranks = range(num_stages // self.num_chunks)
         return tuple(self.rank_actions(rank, num_stages, num_microbatches) for rank in ranks)
 
+    def some_actions(self, num_stages: int, num_microbatches: int) -> Grid:
+        """Like `actions`, for any number of microbatches: where the schedule is not defined for it, the
+        actions for the next larger number without those of the microbatches that are not there.
+
+        Raises:
+            ScheduleError: the schedule is not defined for so many stages.
+        """
+        larger = range(num_microbatches, num_microbatches + num_stages)
+        count = next((m for m in larger if self.runs(num_stages, m)), num_microbatches)
+        whole = self.actions(num_stages, count)
+        return tuple(tuple(a for a in row if a.microbatch < num_microbatches) for row in whole)
+
     @property
     def wants(self) -> str:
         """What `runs` asks for, in words."""

@@ -108,10 +108,13 @@ def simulate(
     """
     num_stages = len(forward_s)
     order, rank_of = _order(schedule, num_stages, num_microbatches)
-    outgoing = (*_outgoing(num_stages, transfers), [()] * num_stages)
+    values, cotangents = outgoing_transfers(num_stages, transfers)
+    outgoing = (values, cotangents, [()] * num_stages, cotangents)
     seconds = _seconds(schedule, forward_s, backward_s, weight_s)
     arrived = [[[0.0] * num_microbatches for _ in range(num_stages)] for _ in range(3)]
-    channel = [[0.0] * len(transfers) for _ in range(2)]
+    arrived.append(arrived[1])  # whole backwards wait for the same cotangents as first halves
+    channel = [[0.0] * len(transfers) for _ in range(3)]
+    channel.append(channel[1])
     free = [0.0] * (num_stages // schedule.num_chunks)
     starts: list[list[float]] = [[] for _ in free]
     ends: list[list[float]] = [[] for _ in free]
@@ -137,19 +140,19 @@ def _seconds(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     weight_s: Sequence[float] | None,
-) -> tuple[list[float], list[float], list[float]]:
-    """By stage: of a forward, of a backward or its first half, of its second half."""
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """By stage: of a forward, of the first half of a backward, of its second half, of a whole one."""
     if not schedule.splits_backward:
-        return list(forward_s), list(backward_s), []
+        return list(forward_s), [], [], list(backward_s)
     if weight_s is None:
         raise ScheduleError(
             message(f"{schedule.name} splits the backward.", hint="weight_s, the seconds of the second half.")
         )
     halves = [whole - later for whole, later in zip(backward_s, weight_s, strict=True)]
-    return list(forward_s), halves, list(weight_s)
+    return list(forward_s), halves, list(weight_s), list(backward_s)
 
 
-def _outgoing(
+def outgoing_transfers(
     num_stages: int, transfers: Sequence[Transfer]
 ) -> tuple[list[list[tuple[int, float, int]]], list[list[tuple[int, float, int]]]]:
     """(other stage, seconds, channel) by sending stage: of values forward, and of cotangents back."""
@@ -180,9 +183,9 @@ def _order(
 ) -> tuple[tuple[tuple[int, int, int], ...], dict[int, int]]:
     """(stage, way, microbatch) in one order that respects every dependency, and the rank of every stage.
 
-    The way is 0 for a forward, 1 for a backward or a gradient of inputs, 2 for a gradient of weights.
+    The way is 0 for a forward, 1 for a gradient of inputs, 2 for a gradient of weights, 3 for both at once.
     """
-    ways = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 2}
+    ways = {Kind.FORWARD: 0, Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 2, Kind.BACKWARD: 3}
     grid = _grid(schedule, num_stages, num_microbatches)
     rank_of = {action.stage: rank for rank, row in enumerate(grid) for action in row}
     order = tuple((action.stage, ways[action.kind], action.microbatch) for action in linearise(grid))
