@@ -15,13 +15,8 @@ from jax.extend import source_info_util
 from rannc_jax.ir.evaluate import bind, read
 
 _INLINE = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-_CALLS = {
-    **_INLINE,
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}
+_CHECKPOINTS = dict.fromkeys(("checkpoint", "remat", "remat2"), "jaxpr")
+_CALLS = {**_INLINE, **_CHECKPOINTS, "custom_jvp_call": "call_jaxpr"}
 
 
 def flatten(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -30,8 +25,10 @@ def flatten(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def open_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Like `flatten`, for a program of which nothing is differentiated any more: checkpoints and custom
-    derivatives of forward mode are opened too. (A custom_vjp stays the one unit of work that it is.)"""
+    """Like `flatten`, for a program of which nothing is differentiated any more.
+
+    Checkpoints and custom derivatives of forward mode are opened too; a custom_vjp stays one unit of work.
+    """
     return _opened(closed, _CALLS)
 
 

@@ -62,13 +62,9 @@ class _Walk:
             mesh = self.table.layout.meshes[action.stage]
             last, before[mesh] = before.get(mesh), action
             backwards = self.backwards[action.stage]
-            if (
-                last is not None
-                and (last.kind, last.stage, last.microbatch)
-                == (Kind.FORWARD, action.stage, action.microbatch)
-                and backwards is not None
-                and not backwards.arity
-            ):
+            follows = last == Action(action.stage, Kind.FORWARD, action.microbatch)
+            is_backward = action.kind is not Kind.FORWARD
+            if last is not None and follows and is_backward and backwards is not None and not backwards.arity:
                 found[last] = action
         return found
 
@@ -242,9 +238,8 @@ class _Walk:
         """The accumulators of a stage before and after the next addition."""
         version = self.version[s]
         self.version[s] = version + 1
-        old, new = (
-            [("acc", v, s, n) for v in self.table.shapes[s].accumulated] for n in (version, version + 1)
-        )
+        ids = self.table.shapes[s].accumulated
+        old, new = ([("acc", v, s, n) for v in ids] for n in (version, version + 1))
         return list(old), list(new)
 
     # --- moves --------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Zero bubble where it pays: only the backwards whose split fills a bubble stay split.
 
-Handing values from I to W costs memory traffic and a call, so that splitting every backward eats its own gain.
-A stage splits its first backwards, so that the stages before it get going, and its last ones, so that the
-pipeline drains; how many of each is found by simulation, a stage at a time, many choices on one clock.
+Handing values from I to W costs memory traffic and a call, so that splitting every backward eats its own
+gain. A stage splits its first backwards, so that the stages before it get going, and its last ones, so that
+the pipeline drains; how many of each is found by simulation, many choices on one clock.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from rannc_jax.schedule.simulate import Transfer, outgoing_transfers
 from rannc_jax.schedule.written import Written
 
 SPLIT_SHARE = 0.06
-"""Seconds that a split costs, as a share of forward and backward. Of a GPT of width 2048 on an H200 the values
-handed over were 332 MiB a layer and microbatch, 6 % of the layer's time in memory traffic."""
+"""Seconds that a split costs, as a share of forward and backward. Of a GPT of width 2048 on an H200 the
+values handed over were 332 MiB a layer and microbatch, 6 % of the layer's time in memory traffic."""
 
 _MOST_STEPS = 40_000
 """Actions on the clock, summed over trials: about a second. More are not worth the wait."""
@@ -55,12 +55,12 @@ def fuse_backwards(
         if clock.num_steps > _MOST_STEPS:
             break
         split = clock.best([split, *_at_stage(split, stage, num_microbatches)])
-    return schedule if split[clock.sends].all() else Written(_fused(grid, split))
+    return schedule if clock.sends.any() and split[clock.sends].all() else Written(_fused(grid, split))
 
 
 def _ends(num_stages: int, count: int) -> list[Flags]:
-    """Numbers of first and of last microbatches to split: none, powers of 2 and all, the same at every stage or
-    one more or less from stage to stage."""
+    """Numbers of first and of last microbatches to split: none, powers of 2 and all, the same at every stage
+    or one more or less from stage to stage."""
     index, stage = np.arange(count), np.arange(num_stages)[:, None]
     few = [0, *(2**k for k in range(count.bit_length()) if 2**k < count), count]
     rows = [np.maximum(0, least + slope * stage) for least in few for slope in (-1, 0, 1)]

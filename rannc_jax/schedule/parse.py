@@ -35,5 +35,5 @@ def schedule_named(text: str) -> Schedule:
     if _ACTION.match(text):
         return Written.parse(text)
     known = ", ".join(repr(schedule.name) for schedule in _KNOWN)
-    hint = f"one of {known}, 'interleaved(2)' with 2 chunks or more, or actions: '0F0 0F1 0B0 0B1', a line a rank."
+    hint = f"one of {known}, 'interleaved(2)' with 2 chunks or more, or actions ('0F0 0B0'), a line a rank."
     raise ScheduleError(message(f"there is no schedule {text!r}.", hint=hint))

@@ -17,7 +17,7 @@ from rannc_jax.schedule.schedule import Grid, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Written(Schedule):
-    """The actions of `grid`, a row a rank.
+    r"""The actions of `grid`, a row a rank.
 
     Whole backwards (B) and split ones (I and W) may mix, microbatch by microbatch and stage by stage. Of
     `p` stages on `r` ranks, row k holds the stages k, k + r, k + 2 r, and so on.
@@ -27,7 +27,7 @@ class Written(Schedule):
             the actions wait for each other for ever.
 
     Example:
-        >>> Written.parse("0F0 0F1 0B0 0B1\\n1F0 1I0 1F1 1B1 1W0").in_flight(1, 2, 2)
+        >>> Written.parse("0F0 0F1 0B0 0B1\n1F0 1I0 1F1 1B1 1W0").in_flight(1, 2, 2)
         2
     """
 
