@@ -57,7 +57,7 @@ class Constraints:
         num_microbatches: a number (the largest divisor of the rows up to it is taken, and the plan says
             so) or a range (least, most), both included.
         replicas: of a stage.
-        schedule: a schedule or its name.
+        schedule: a schedule, its name, or its actions as text (one line a rank, "0F0 0B0").
         remat: what a stage keeps from forward to backward.
         sharding: how state lies on the replicas.
         offload: whether the optimizer state lies in host memory; "auto" only where nothing else fits.
