@@ -53,8 +53,9 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 def train(fn: Any, params: Any, batch: Any, *, init: Any = None, **settings: Any) -> tuple[Any, Any]:
-    """A step of two stages and two microbatches (unless said otherwise), and its first state."""
-    settings = {"optimizer": optax.sgd(0.1), "num_stages": 2, "num_microbatches": 2, **settings}
+    """A step of two stages and two microbatches under 1F1B (unless said otherwise), and its first state."""
+    usual = {"optimizer": optax.sgd(0.1), "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}
+    settings = usual | settings
     step = rannc_jax.auto_partition(fn, **settings)
     return step, step.init(params, batch, **(init or {}))
 

@@ -120,7 +120,7 @@ class Plan:
         cluster: what the plan was made for.
         rows: batch rows of one step.
         num_microbatches: parts the batch is cut into.
-        schedule: "gpipe", "1f1b", "zb-h1", "interleaved(chunks)", "forward" (no backward), or actions as text,
+        schedule: "gpipe", "1f1b", "zb-h1", "interleaved(chunks)", "forward" (no backward), or actions,
             one line a rank: "0F0 0B0".
         blocks, stages, crossings, ties: the cut.
         batching: "separable", "batch statistics" or "coupled": how rows may be spread (see notes).

@@ -13,7 +13,7 @@ import rannc_jax
 from rannc_jax import Remat, TraceError
 from tests.door import WIDTH, assert_close, check_gradients, layers, loss_fn, net, rows, train
 
-SHAPES = [{"num_stages": 3}, {"num_stages": 3, "replicas": (2, 1, 4)}]
+SHAPES = [{"num_stages": 3}, {"num_stages": 3, "replicas": (2, 1, 4), "schedule": "zb-h1"}]
 
 
 def mean_square(h, batch):
