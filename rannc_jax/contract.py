@@ -8,7 +8,7 @@ other although the analysis cannot know it; `TrainableModel` is the protocol of 
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -38,6 +38,35 @@ class Sharding(enum.Enum):
     ZERO1 = "zero1"
     ZERO2 = "zero2"
     FSDP = "fsdp"
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Every replica keeps and updates a part of the optimizer state."""
+        return self is not Sharding.REPLICATED
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Every replica keeps a part of the sums of gradients."""
+        return self in (Sharding.ZERO2, Sharding.FSDP)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Every replica keeps a part of the parameters."""
+        return self is Sharding.FSDP
+
+
+def shard_dim(shape: Sequence[int], parts: int) -> int | None:
+    """The dim along which an array lies in equal parts: of those that divide the longest, the first of equals.
+
+    None where none divides: such an array is whole on every replica. They are small (biases, scales, numbers
+    of classes); padding would show in the shapes that users see.
+
+    Example:
+        >>> shard_dim((6, 8), 4), shard_dim((8, 8), 4), shard_dim((6, 10), 4), shard_dim((), 4)
+        (1, 0, None, None)
+    """
+    fitting = [(size, -dim) for dim, size in enumerate(shape) if size >= parts and size % parts == 0]
+    return -max(fitting)[1] if fitting and parts > 1 else None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("loss", "weight"), meta_fields=())

@@ -5,7 +5,7 @@ from rannc_jax.errors import PlanError, message
 from rannc_jax.plan import Plan
 from rannc_jax.schedule import schedule_named
 
-SHARDINGS = (Sharding.REPLICATED,)
+SHARDINGS = tuple(Sharding)
 OFFLOADS = (False,)
 
 

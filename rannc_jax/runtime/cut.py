@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 
 from rannc_jax.errors import PlanError, message
 from rannc_jax.ir.evaluate import evaluate
@@ -34,7 +34,7 @@ from rannc_jax.runtime.homes import (
     outputs,
     propagate,
 )
-from rannc_jax.runtime.transfer import sub_mesh_sharding
+from rannc_jax.runtime.shares import Shares
 
 
 class Kind(enum.Enum):
@@ -80,9 +80,9 @@ class StageProgram:
     donates: tuple[int, ...]
     function: Callable[..., list[jax.Array]]
 
-    def compiled(self, mesh: Mesh, *, donate: bool = True) -> Callable[..., list[jax.Array]]:
-        """The jitted program for a sub-mesh, the same object every time; results are replicated."""
-        return _compiled(self, mesh, donate)
+    def compiled(self, shares: Shares, *, donate: bool = True) -> Callable[..., list[jax.Array]]:
+        """The jitted program for a stage's devices, the same object every time; results lie as it says."""
+        return _compiled(self, shares, donate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +101,26 @@ Op = StageProgram | Send
 
 
 @functools.cache
-def _compiled(program: StageProgram, mesh: Mesh, donate: bool) -> Callable[..., list[jax.Array]]:
+def _compiled(program: StageProgram, shares: Shares, donate: bool) -> Callable[..., list[jax.Array]]:
+    def layout(value: Value, shape: Sequence[int]) -> NamedSharding:
+        if value.kind is Kind.NEW_PARAM:
+            return shares.on_mesh(shares.parameter(shape))
+        return shares.on_mesh(None if value.kind is Kind.PACKED else shares.update(shape))
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        """Whole parameters too are updated share by share, and put together afterwards."""
+        taken = [
+            jax.lax.with_sharding_constraint(x, layout(value, x.shape)) if value.kind is Kind.PARAM else x
+            for value, x in zip(program.inputs, arrays, strict=True)
+        ]
+        return program.function(*taken)
+
+    run.__name__ = program.function.__name__  # type: ignore[attr-defined]
+    outs = zip(program.outputs, program.output_types, strict=True)
     return jax.jit(
-        program.function,
+        run,
         donate_argnums=program.donates if donate else (),
-        out_shardings=sub_mesh_sharding(None, mesh),
+        out_shardings=[layout(value, x.shape) for value, x in outs],
     )
 
 

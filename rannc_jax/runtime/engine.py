@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rannc_jax.contract import Remat
+from rannc_jax.contract import Remat, Sharding
 from rannc_jax.errors import TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.align import Aligned, align
@@ -26,9 +26,12 @@ from rannc_jax.ir.roles import OutputKind, Role
 from rannc_jax.ir.trace import trace
 from rannc_jax.runtime.executor import Watch, execute
 from rannc_jax.runtime.feed import microbatch, microbatch_rows, part_weights, valid_rows
+from rannc_jax.runtime.fused import Fused
 from rannc_jax.runtime.layout import Layout, Lowered
 from rannc_jax.runtime.lower import lower
 from rannc_jax.runtime.ops import Key, check, freed
+from rannc_jax.runtime.sharded import share_state
+from rannc_jax.runtime.shares import Shares
 from rannc_jax.runtime.stage import Spread
 from rannc_jax.runtime.table import StageTable
 from rannc_jax.runtime.transfer import move, place, sub_mesh_sharding
@@ -48,6 +51,7 @@ class Routine:
         schedule: its name, or its actions as text.
         num_microbatches: wanted; fewer if the rows do not divide.
         train: with a backward.
+        shardings: per stage; whole on every replica by default.
     """
 
     remats: tuple[Remat, ...]
@@ -55,10 +59,22 @@ class Routine:
     schedule: str
     num_microbatches: int
     train: bool
+    shardings: tuple[Sharding, ...] = ()
 
     @property
     def replicas(self) -> tuple[int, ...]:
         return tuple(mesh.size for mesh in self.meshes)
+
+    def shares(self, layout: Layout) -> tuple[Shares, ...]:
+        """How the state of every stage lies.
+
+        Where one program sees all rows, sums are reduced with every microbatch anyway: then ZeRO-1, which
+        differs from ZeRO-2 in nothing else, keeps shares of them too.
+        """
+        shardings = self.shardings or (Sharding.REPLICATED,) * len(layout.meshes)
+        if layout.spread is Spread.SHARDED:
+            shardings = tuple(Sharding.ZERO2 if x is Sharding.ZERO1 else x for x in shardings)
+        return tuple(Shares(*pair) for pair in zip(layout.meshes, shardings, strict=True))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,7 +88,9 @@ class Prepared:
     lowered: Lowered
     ops: list[Any]
     batch_dims: tuple[int | None, ...]
+    shares: tuple[Shares, ...]
     constants: dict[Key, Any] = field(default_factory=dict)
+    fused: Fused | None = None
 
     @property
     def loss_dtype(self) -> Any:
@@ -197,7 +215,8 @@ class Engine:
             batch_grads=batch_grads,
             train=self.routine.train,
         )
-        lowered = lower(table)
+        shares = self.routine.shares(layout)
+        lowered = share_state(table, lower(table), shares)
         prepared = Prepared(
             example=example,
             graph=graph,
@@ -206,9 +225,12 @@ class Engine:
             lowered=lowered,
             ops=[],
             batch_dims=example.batch_dims,
+            shares=shares,
         )
         prepared.ops = freed(lowered.ops, lowered.wanted)
         check(prepared.ops, self._given_keys(prepared), lowered.wanted)
+        if len(layout.meshes) == 1:
+            prepared.fused = Fused(layout, lowered, prepared.ops)
         return prepared
 
     def _layout(self, graph: Graph, example: Example) -> Layout:
@@ -220,7 +242,8 @@ class Engine:
         if parts is None:
             raise self._indivisible(graph, example.rows)
         stages = self._stages_of(graph)
-        schedule = schedule_named(routine.schedule)
+        alone = len(stages) == 1 and routine.train  # then all schedules are one
+        schedule = schedule_named("1f1b" if alone else routine.schedule)
         return Layout(
             stages=stages,
             remats=routine.remats,
@@ -309,26 +332,37 @@ class Engine:
         Returns:
             The wanted keys.
         """
+        env = self.given(prepared, leaves, batch, step_key)
+        if prepared.fused is not None and watch is None:
+            return prepared.fused(env)
+        execute(
+            prepared.ops,
+            env,
+            programs=prepared.lowered.programs,
+            meshes=prepared.layout.meshes,
+            layouts=prepared.lowered.layouts,
+            watch=watch,
+        )
+        return env
+
+    def given(
+        self, prepared: Prepared, leaves: Mapping[int, Any], batch: Any, step_key: Any
+    ) -> dict[Key, Any]:
+        """What the operations of one batch start from; arguments as of `run`."""
         table, layout = prepared.table, prepared.layout
         env: dict[Key, Any] = dict(self._constants(prepared))
         for v, leaf in enumerate(prepared.graph.program.inputs):
             if leaf.role is Role.PARAM or v in table.written:
                 key = ("param", v) if leaf.role is Role.PARAM else ("state", v, 0)
-                env[key] = settled(leaves[v], layout.meshes[table.owner[v]])
+                home = prepared.shares[table.owner[v]]
+                share = home.parameter(leaf.aval.shape) if leaf.role is Role.PARAM else None
+                env[key] = settled(leaves[v], home.mesh, share)
         for s, shape in enumerate(table.shapes):
             for v in shape.held:
                 env["held", v, s] = self._held(prepared, v, s, leaves)
         if step_key is not None:
             env["step_key",] = place([step_key], [None], layout.meshes[0])[0]
         self._feed(prepared, batch, env)
-        execute(
-            prepared.ops,
-            env,
-            programs=prepared.lowered.programs,
-            meshes=layout.meshes,
-            layouts=prepared.lowered.layouts,
-            watch=watch,
-        )
         return env
 
     def _held(self, prepared: Prepared, v: int, s: int, leaves: Mapping[int, Any]) -> Any:
@@ -392,23 +426,23 @@ class Engine:
         return found
 
 
-def settled(value: Any, mesh: Mesh) -> Any:
-    """A value whole on every device of a sub-mesh: itself if it lies so, else a copy.
+def settled(value: Any, mesh: Mesh, layout: RowLayout | None = None) -> Any:
+    """A value as it shall lie on a sub-mesh: itself if it lies so, else a copy.
 
-    On part of the devices it lies on already, the result shares its memory.
+    Whole on part of the devices it is whole on already, the result shares its memory.
     """
-    wanted = sub_mesh_sharding(None, mesh)
+    wanted = sub_mesh_sharding(layout, mesh)
     if not isinstance(value, jax.Array):
-        return place([value], [None], mesh)[0]
-    if value.sharding.is_equivalent_to(wanted, value.ndim):
+        return place([value], [layout], mesh)[0]
+    if value.sharding is wanted or value.sharding.is_equivalent_to(wanted, value.ndim):
         return value
     if not value.is_fully_replicated:
-        return place([value], [None], mesh)[0]
+        return place([value], [layout], mesh)[0]
     here = {shard.device: shard.data for shard in value.addressable_shards}
-    if set(mesh.devices.flat) <= set(here):
+    if layout is None and set(mesh.devices.flat) <= set(here):
         pieces = [here[device] for device in mesh.devices.flat]
         return jax.make_array_from_single_device_arrays(value.shape, wanted, pieces)
-    return move([value], [None], mesh)[0]
+    return move([value], [layout], mesh)[0]
 
 
 def spread_of(graph: Graph, replicas: Sequence[int]) -> Spread:

@@ -86,14 +86,19 @@ def check_state(state: Any) -> None:
                 hint="state, out = step(state, batch).",
             )
         )
-    leaves = jax.tree.leaves((state.params, state.opt_state))
-    if any(isinstance(leaf, jax.Array | StackedArray) and leaf.is_deleted() for leaf in leaves):
+    if is_gone(state):
         raise RuntimeFailure(
             message(
                 "this state was given to an earlier step, which took over its memory.",
                 hint="go on with the state that step returned, or use donate=False.",
             )
         )
+
+
+def is_gone(state: TrainState) -> bool:
+    """Whether a step has taken over memory of a state."""
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    return any(isinstance(leaf, jax.Array | StackedArray) and leaf.is_deleted() for leaf in leaves)
 
 
 def check_concrete(tree: Any) -> None:

@@ -18,6 +18,7 @@ from rannc_jax.runtime.ops import Key
 from rannc_jax.runtime.optimizer import grad_dtype
 from rannc_jax.runtime.stage import Compiled
 from rannc_jax.runtime.table import StageTable
+from rannc_jax.runtime.transfer import sub_mesh_sharding
 from rannc_jax.schedule.action import Action, Kind
 
 
@@ -104,7 +105,9 @@ class _Walk:
                 out.run(f"keys{s}", s, [("step_key", s) if s else ("step_key",)], keys)
             if shape.prologue is not None:
                 mesh, program = self.table.layout.meshes[s], self.table.graph.program
-                out.programs[f"prologue{s}"] = prologue_program(program, shape.prologue, mesh)
+                out.programs[f"prologue{s}"] = prologue_program(
+                    program, shape.prologue, sub_mesh_sharding(None, mesh)
+                )
                 reads = [self.table.lasting(v, s) for v in shape.prologue.inputs]
                 out.run(f"prologue{s}", s, reads, [("pro", v, s) for v in shape.prologue.outputs])
             if self.table.train and self.table.code[s].differentiates:

@@ -1,24 +1,25 @@
 """What a stage runs once a step: the prologue before the microbatches, and the end of its gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rannc_jax.ir.batch import RowLayout
 from rannc_jax.ir.graph import Graph
 from rannc_jax.ir.slice import Slice, as_function
 from rannc_jax.ir.stage_shape import StageShape
 from rannc_jax.ir.trace import Program
 from rannc_jax.runtime.optimizer import grad_dtype
+from rannc_jax.runtime.shares import Shares, reduced
 from rannc_jax.runtime.stage import Compiled, Spread, StagePrograms
 
 
-def prologue_program(program: Program, prologue: Slice, mesh: Mesh) -> Compiled:
-    """`(*prologue.inputs) -> (*prologue.outputs)`, whole on every replica."""
+def prologue_program(program: Program, prologue: Slice, results: Any) -> Compiled:
+    """`(*prologue.inputs) -> (*prologue.outputs)`, which lie as `results` say: a sharding, or one each."""
     run = as_function(program, prologue)
-    return jax.jit(lambda *xs: tuple(run(xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(lambda *xs: tuple(run(xs)), out_shardings=results)
 
 
 def _casts_of_parameters(program: Program, shape: StageShape) -> dict[int, int]:
@@ -32,12 +33,20 @@ def _casts_of_parameters(program: Program, shape: StageShape) -> dict[int, int]:
     return {v: p for v, p in found.items() if v in shape.accumulated}
 
 
-def finish_program(programs: StagePrograms) -> Compiled:
+def finish_program(
+    programs: StagePrograms, shares: Shares | None = None, layouts: Sequence[RowLayout | None] | None = None
+) -> Compiled:
     """`(*accumulators, scale, *prologue.inputs) -> (*gradients of shape.params that flow)`, in `grad_dtype`.
 
-    The one reduction over replicas a step, the division by the total weight, and the transpose of the
-    prologue.
+    The one reduction over replicas a step (unless sums are kept in shares: those are reduced already), the
+    division by the total weight, and the transpose of the prologue.
+
+    Args:
+        programs: of the stage.
+        shares: how its state lies; whole by default.
+        layouts: of the results; whole by default.
     """
+    shares = shares or Shares(programs.mesh)
     shape, graph = programs.shape, programs.graph
     program = graph.program
     direct = {v: v for v in shape.accumulated if v < len(program.inputs)}
@@ -47,8 +56,15 @@ def finish_program(programs: StagePrograms) -> Compiled:
     per_replica = programs.spread is Spread.PER_REPLICA
     prologue = shape.prologue
 
+    def totals(sums: Sequence[Any]) -> Sequence[Any]:
+        if shares.sharding.shards_gradients or not per_replica:
+            return sums
+        if shares.sharding.shards_optimizer:
+            return reduced(sums, [shares.update(x.shape[1:]) for x in sums], shares.mesh)
+        return [jnp.sum(x, axis=0) for x in sums]
+
     def run(*args: Any) -> tuple[Any, ...]:
-        sums = [jnp.sum(x, axis=0) if per_replica else x for x in args[: len(shape.accumulated)]]
+        sums = totals(args[: len(shape.accumulated)])
         scale = args[len(shape.accumulated)]
         by_id = {v: g * scale.astype(g.dtype) for v, g in zip(shape.accumulated, sums, strict=True)}
         grads: dict[int, Any] = {}
@@ -66,7 +82,8 @@ def finish_program(programs: StagePrograms) -> Compiled:
             found.append(grads[v].astype(wide) if v in grads else jnp.zeros(aval.shape, wide))
         return tuple(found)
 
-    return jax.jit(run, out_shardings=NamedSharding(programs.mesh, PartitionSpec()))
+    layouts = [None] * len(targets) if layouts is None else layouts
+    return jax.jit(run, out_shardings=tuple(map(shares.on_mesh, layouts)))
 
 
 def _through_prologue(

@@ -33,6 +33,7 @@ from rannc_jax.runtime.homes import (
     reach,
     split_conditionals,
 )
+from rannc_jax.runtime.shares import Shares
 from rannc_jax.runtime.stacked import flat_parts, packed
 from rannc_jax.runtime.unstack import find_slicings, unstacked
 
@@ -277,17 +278,17 @@ def _values(kind: Kind, stages: Sequence[int]) -> tuple[Value, ...]:
     return tuple(Value(kind, index, stage) for index, stage in enumerate(stages))
 
 
-def init_state(cut: OptimizerCut, meshes: Sequence[Mesh], params: Any, move: Move) -> Any:
+def init_state(cut: OptimizerCut, shares: Sequence[Shares], params: Any, move: Move) -> Any:
     """The optimizer's first state, each leaf on its stage; `params` lie on theirs and stay valid."""
     parts = flat_parts(params, cut.param_slicing)
     values = dict(zip(_values(Kind.PARAM, cut.param_owner), parts, strict=True))
-    run_ops(cut.init, meshes, values, move, donate=False)
+    run_ops(cut.init, shares, values, move, donate=False)
     return _state_tree(cut, values)
 
 
 def apply_cut(
     cut: OptimizerCut,
-    meshes: Sequence[Mesh],
+    shares: Sequence[Shares],
     grads: Any,
     state: Any,
     params: Any,
@@ -300,8 +301,8 @@ def apply_cut(
 
     Args:
         cut: from `cut_optimizer`.
-        meshes: the sub-mesh of every stage.
-        grads, params: trees of arrays, each leaf replicated on its owner's sub-mesh.
+        shares: how the state of every stage lies.
+        grads, params: trees of arrays, each leaf on its owner's sub-mesh, as the owner's `shares` say.
         state: as `init_state` or the last call returned it.
         move: `transfer.move`.
         loss: on the hub's sub-mesh; needed if `cut.needs_loss`.
@@ -310,30 +311,59 @@ def apply_cut(
     Returns:
         New parameters and new state.
     """
-    kinds = [(Kind.GRAD, cut.param_owner, cut.param_slicing, grads)]
-    kinds += [(Kind.PARAM, cut.param_owner, cut.param_slicing, params)]
-    kinds += [(Kind.STATE, cut.state_owner, cut.state_slicing, state)]
+    parts = [
+        flat_parts(tree, slicings)
+        for tree, slicings in (
+            (grads, cut.param_slicing),
+            (state, cut.state_slicing),
+            (params, cut.param_slicing),
+        )
+    ]
+    new_params, new_state = update_parts(cut, shares, *parts, move, loss=loss, donate=donate)
+    return (
+        packed(jax.tree.structure(cut.params), cut.param_slicing, new_params),
+        packed(jax.tree.structure(cut.state), cut.state_slicing, new_state),
+    )
+
+
+def update_parts(
+    cut: OptimizerCut,
+    shares: Sequence[Shares],
+    grads: Sequence[Any],
+    state: Sequence[Any],
+    params: Sequence[Any],
+    move: Move,
+    *,
+    loss: jax.Array | None = None,
+    donate: bool = True,
+) -> tuple[list[Any], list[Any]]:
+    """`apply_cut` on the parts of leaves, in order; may be traced if there is one stage."""
+    kinds = ((Kind.GRAD, cut.param_owner, grads), (Kind.PARAM, cut.param_owner, params))
     values: dict[Value, jax.Array] = {}
-    for kind, owner, slicings, tree in kinds:
-        values.update(zip(_values(kind, owner), flat_parts(tree, slicings), strict=True))
+    for kind, owner, parts in (*kinds, (Kind.STATE, cut.state_owner, state)):
+        values.update(zip(_values(kind, owner), parts, strict=True))
     if cut.needs_loss:
         assert loss is not None, "this optimizer reads the loss"
         values[Value(Kind.LOSS, 0, cut.hub)] = loss
-    run_ops(cut.update, meshes, values, move, donate=donate)
-    new = [values[value] for value in _values(Kind.NEW_PARAM, cut.param_owner)]
-    return packed(jax.tree.structure(cut.params), cut.param_slicing, new), _state_tree(cut, values)
+    run_ops(cut.update, shares, values, move, donate=donate)
+    return (
+        [values[value] for value in _values(Kind.NEW_PARAM, cut.param_owner)],
+        [values[value] for value in _values(Kind.NEW_STATE, cut.state_owner)],
+    )
 
 
 def run_ops(
-    ops: Sequence[Op], meshes: Sequence[Mesh], values: dict[Value, jax.Array], move: Move, *, donate: bool
+    ops: Sequence[Op], shares: Sequence[Shares], values: dict[Value, jax.Array], move: Move, *, donate: bool
 ) -> None:
     """Run programs and sends in order, adding what they give to `values`."""
     for op in ops:
         if isinstance(op, Send):
             arrays = [values[value] for value in op.values]
-            values.update(zip(op.arrived, move(arrays, [None] * len(arrays), meshes[op.target]), strict=True))
+            values.update(
+                zip(op.arrived, move(arrays, [None] * len(arrays), shares[op.target].mesh), strict=True)
+            )
         else:
-            program = op.compiled(meshes[op.stage], donate=donate)
+            program = op.compiled(shares[op.stage], donate=donate)
             values.update(zip(op.outputs, program(*(values[value] for value in op.inputs)), strict=True))
 
 

@@ -75,12 +75,19 @@ def check_finite(loss: Any, grads: Sequence[Any], paths: Sequence[str]) -> None:
         )
 
 
-def failure(error: Exception) -> RuntimeFailure:
-    """What a device said, in the house's form."""
-    return RuntimeFailure(
-        message(
-            "the devices failed before the update; the state is as it was.",
-            str(error).splitlines()[0],
-            hint="if memory ran out: a smaller memory_limit_bytes makes the planner leave more room.",
+def failure(error: Exception, *, lost: bool = False) -> RuntimeFailure:
+    """What a device said, in the house's form.
+
+    Args:
+        error: JAX's.
+        lost: the memory of the state was taken over already.
+    """
+    if lost:
+        what = "the devices failed during the update; the state is lost."
+        hint = (
+            "go on from the last checkpoint. donate=False keeps the old state, at the price of a second one."
         )
-    )
+    else:
+        what = "the devices failed before the update; the state is as it was."
+        hint = "if memory ran out: a smaller memory_limit_bytes makes the planner leave more room."
+    return RuntimeFailure(message(what, str(error).splitlines()[0], hint=hint))

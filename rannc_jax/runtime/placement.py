@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from rannc_jax.ir.leaves import Slicing
 from rannc_jax.ir.roles import Role
 from rannc_jax.runtime.engine import Prepared, settled
 from rannc_jax.runtime.given import check_like
-from rannc_jax.runtime.optimizer import OptimizerCut, grad_dtype, init_state
+from rannc_jax.runtime.optimizer import OptimizerCut, grad_dtype, init_state, update_parts
+from rannc_jax.runtime.shares import Shares
 from rannc_jax.runtime.stacked import flat_parts, packed, part_of, slicings_of
 from rannc_jax.runtime.state import TrainState
 from rannc_jax.runtime.transfer import move, place
@@ -46,6 +47,11 @@ class Placement:
     meshes: tuple[Mesh, ...]
     home: Prepared
     cut: OptimizerCut | None
+
+    @property
+    def shares(self) -> tuple[Shares, ...]:
+        """How the state of every stage lies."""
+        return self.home.shares
 
     def ids(self, role: Role) -> list[int]:
         """The program's inputs of a role, in the order of the user's leaves and of their slices."""
@@ -95,7 +101,7 @@ class Placement:
         first = self.meshes[0]
         return TrainState(
             params=placed,
-            opt_state=None if self.cut is None else init_state(self.cut, self.meshes, placed, move),
+            opt_state=None if self.cut is None else init_state(self.cut, self.shares, placed, move),
             model_state=self._placed(model_state, Role.MODEL_STATE, key) if "model_state" in takes else None,
             frozen=self._placed(frozen, Role.FROZEN, key) if "frozen" in takes else None,
             rng=place([jax.random.fold_in(rng, 1)], [None], first)[0] if "rng" in takes else None,
@@ -107,39 +113,42 @@ class Placement:
         ids, inputs, slicings = self.ids(role), self.home.graph.program.inputs, self.slicings(role)
         sources = [(n, index) for n, slicing in enumerate(slicings) for index in slicing.indices()]
 
-        def on_stage(mesh: Mesh, mine: Sequence[int]) -> Sequence[Any]:
+        def on_stage(shares: Shares, mine: Sequence[int]) -> Sequence[Any]:
+            mesh = shares.mesh
             wanted = {n for n, _ in (sources[k] for k in mine)}
             here = place([key], [None], mesh)[0] if any(callable(leaves[n]) for n in wanted) else None
             given = {n: leaves[n](here) if callable(leaves[n]) else leaves[n] for n in sorted(wanted)}
             values = [part_of(given[n], slicings[n], index) for n, index in (sources[k] for k in mine)]
             dtypes = [inputs[ids[k]].aval.dtype for k in mine]
             cast = [_as_dtype(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
-            return place(cast, [None] * len(mine), mesh)
+            layouts = [shares.parameter(value.shape) if role is Role.PARAM else None for value in cast]
+            return place(cast, layouts, mesh)
 
         return packed(treedef, slicings, self._by_stage(self.owners(role), on_stage))
 
     def _made(self, make: Callable[[Any], Any], key: Any) -> Any:
         """Make every stage's parameters on its own devices; XLA drops what a stage does not keep."""
-        slicings = self.slicings(Role.PARAM)
+        slicings, ids = self.slicings(Role.PARAM), self.ids(Role.PARAM)
 
-        def on_stage(mesh: Mesh, mine: Sequence[int]) -> Sequence[Any]:
+        def on_stage(shares: Shares, mine: Sequence[int]) -> Sequence[Any]:
+            shapes = [self.home.graph.program.inputs[ids[k]].aval.shape for k in mine]
             run = jax.jit(
                 lambda x: [flat_parts(make(x), slicings)[k] for k in mine],
-                out_shardings=NamedSharding(mesh, PartitionSpec()),
+                out_shardings=[shares.on_mesh(shares.parameter(shape)) for shape in shapes],
             )
-            return run(place([key], [None], mesh)[0])
+            return run(place([key], [None], shares.mesh)[0])
 
         structure = jax.tree.structure(jax.eval_shape(make, key))
         return packed(structure, slicings, self._by_stage(self.owners(Role.PARAM), on_stage))
 
     def _by_stage(
-        self, owners: Sequence[int], make: Callable[[Mesh, Sequence[int]], Sequence[Any]]
+        self, owners: Sequence[int], make: Callable[[Shares, Sequence[int]], Sequence[Any]]
     ) -> list[Any]:
         """`make` called once a stage, for the positions of the leaves that it owns; all of them in order."""
         placed: list[Any] = [None] * len(owners)
-        for stage, mesh in enumerate(self.meshes):
+        for stage, shares in enumerate(self.shares):
             mine = [k for k, owner in enumerate(owners) if owner == stage]
-            for k, array in zip(mine, make(mesh, mine), strict=True):
+            for k, array in zip(mine, make(shares, mine), strict=True):
                 placed[k] = array
         return placed
 
@@ -149,8 +158,11 @@ class Placement:
 
         def laid(tree: Any, stages: Sequence[int], like: Any, slicings: Sequence[Slicing], name: str) -> Any:
             check_like(tree, like, name)
-            pairs = zip(flat_parts(tree, slicings), stages, strict=True)
-            parts = [settled(part, self.meshes[stage]) for part, stage in pairs]
+            parts = []
+            for part, stage in zip(flat_parts(tree, slicings), stages, strict=True):
+                shares = self.shares[stage]
+                lies = shares.parameter if name == "params" else shares.update
+                parts.append(settled(part, shares.mesh, lies(part.shape)))
             return packed(jax.tree.structure(tree), slicings, parts)
 
         cut = self.cut
@@ -158,6 +170,10 @@ class Placement:
             params=laid(state.params, cut.param_owner, cut.params, cut.param_slicing, "state.params"),
             opt_state=laid(state.opt_state, cut.state_owner, cut.state, cut.state_slicing, "state.opt_state"),
         )
+
+    def runs_alone(self, prepared: Prepared) -> bool:
+        """Whether a batch runs on all devices of the one stage there is."""
+        return prepared.fused is not None and prepared.layout.meshes == self.meshes
 
     def gradients(self, prepared: Prepared, env: Mapping[Any, Any]) -> list[Any]:
         """Gradients, slice by slice, where their parameters live (a batch of another shape may be read
@@ -167,19 +183,36 @@ class Placement:
         if prepared.table.owner == self.home.table.owner and prepared.layout.meshes == self.meshes:
             return [env["grad", v] for v in ids]
         stages = dict(zip(self.paths(Role.PARAM), self.owners(Role.PARAM), strict=True))
-        homes = [self.meshes[stages.get(inputs[v].path, prepared.table.owner[v])] for v in ids]
-        return [move([env["grad", v]], [None], mesh)[0] for v, mesh in zip(ids, homes, strict=True)]
+        found = []
+        for v in ids:
+            grad, shares = env["grad", v], self.shares[stages.get(inputs[v].path, prepared.table.owner[v])]
+            found.append(settled(grad, shares.mesh, shares.update(grad.shape)))
+        return found
 
     def settled_gradients(self, grads: Any) -> list[Any]:
         """Gradients that a user brings, slice by slice, on the stages of their parameters."""
         assert self.cut is not None
         cut = self.cut
         check_like(grads, cut.params, "grads")
-        parts = flat_parts(grads, cut.param_slicing)
-        return [
-            settled(part, self.meshes[stage]).astype(grad_dtype(part.dtype))
-            for part, stage in zip(parts, cut.param_owner, strict=True)
-        ]
+        found = []
+        for part, stage in zip(flat_parts(grads, cut.param_slicing), cut.param_owner, strict=True):
+            shares = self.shares[stage]
+            placed = settled(part, shares.mesh, shares.update(part.shape))
+            found.append(placed.astype(grad_dtype(part.dtype)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer's update where parameters live, to be traced into a program of one stage."""
+
+    at: Placement
+    donate: bool
+
+    def parts(self, grads: Any, state: Any, params: Any, loss: Any) -> tuple[list[Any], list[Any]]:
+        """New parts of parameters and state."""
+        assert self.at.cut is not None
+        return update_parts(self.at.cut, self.at.shares, grads, state, params, move, loss=loss, donate=False)
 
 
 def _as_dtype(value: Any, dtype: Any) -> Any:

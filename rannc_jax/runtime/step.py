@@ -31,10 +31,11 @@ from rannc_jax.runtime.given import (
     check_start,
     check_state,
     filled,
+    is_gone,
 )
 from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer
 from rannc_jax.runtime.outcome import check_finite, failure, loss_out, outputs, wait
-from rannc_jax.runtime.placement import Placement, shapes_of
+from rannc_jax.runtime.placement import Placement, Update, shapes_of
 from rannc_jax.runtime.reference import reference_step
 from rannc_jax.runtime.stacked import flat_parts, packed, slicings_of
 from rannc_jax.runtime.state import TrainState, gather
@@ -211,6 +212,7 @@ class Step:
             schedule=plan.schedule if train else "forward",
             num_microbatches=plan.num_microbatches,
             train=train,
+            shardings=tuple(stage.sharding for stage in plan.stages),
         )
         return Engine(
             who,
@@ -244,6 +246,8 @@ class Step:
         if at.cut is None:
             return outputs(*self._run(engine, state, batch, rng))
         state = at.settled(state)
+        if not self._options.check_finite and at.runs_alone(engine.prepared(batch)):
+            return self._one_program(engine, at, state, batch, rng)
         prepared, env = self._run(engine, state, batch, rng)
         grads = at.gradients(prepared, env)
         if not self._options.async_errors:
@@ -287,7 +291,7 @@ class Step:
         assert at.cut is not None
         params, opt_state = apply_cut(
             at.cut,
-            at.meshes,
+            at.shares,
             packed(jax.tree.structure(state.params), at.slicings(Role.PARAM), grads),
             state.opt_state,
             state.params,
@@ -296,6 +300,29 @@ class Step:
             donate=self._options.donate,
         )
         return state.replace(params=params, opt_state=opt_state)
+
+    def _one_program(self, engine: Engine, at: Placement, state: TrainState, batch: Batch, rng: Any) -> Any:
+        """A step of one stage, update included."""
+        prepared, cut = engine.prepared(batch), at.cut
+        assert prepared.fused is not None
+        assert cut is not None
+        update = Update(at, self._options.donate)
+        try:
+            leaves, key = self._arguments(engine, prepared, state, rng)
+            env = engine.given(prepared, leaves, batch, key)
+            params, opt_state, env = prepared.fused.step(
+                env, flat_parts(state.opt_state, cut.state_slicing), update
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise failure(error, lost=is_gone(state)) from error
+        out = loss_out(prepared, env, state.model_state)
+        new = state.replace(
+            params=packed(jax.tree.structure(cut.params), cut.param_slicing, params),
+            opt_state=packed(jax.tree.structure(cut.state), cut.state_slicing, opt_state),
+            model_state=out.model_state,
+            step=_next(state.step, rng),
+        )
+        return new, replace(out, model_state=None)
 
     def value_and_grad(
         self, state: TrainState, batch: Batch, *, wrt_batch: Sequence[str] = (), rng: Any = None
@@ -459,6 +486,16 @@ class Step:
         batch_grads: frozenset[int] = frozenset(),
     ) -> tuple[Prepared, dict[Any, Any]]:
         prepared = engine.prepared(batch, batch_grads)
+        try:
+            leaves, key = self._arguments(engine, prepared, state, rng)
+            return prepared, engine.run(prepared, leaves, batch, key)
+        except jax.errors.JaxRuntimeError as error:
+            raise failure(error) from error
+
+    def _arguments(
+        self, engine: Engine, prepared: Prepared, state: TrainState, rng: Any
+    ) -> tuple[dict[int, Any], Any]:
+        """The leaves of the state by input of the program, and the step's key."""
         leaves: dict[int, Any] = {}
         trees = {Role.PARAM: state.params, Role.FROZEN: state.frozen, Role.MODEL_STATE: state.model_state}
         for role, tree in trees.items():
@@ -466,13 +503,9 @@ class Step:
             if found:
                 ids = [v for leaf in found for v in leaf.positions]
                 leaves.update(zip(ids, flat_parts(tree, slicings_of(found)), strict=True))
-        key = None
-        if "rng" in engine.who.takes:
-            key = _step_key(state.rng, state.step) if rng is None else rng
-        try:
-            return prepared, engine.run(prepared, leaves, batch, key)
-        except jax.errors.JaxRuntimeError as error:
-            raise failure(error) from error
+        if "rng" not in engine.who.takes:
+            return leaves, None
+        return leaves, _step_key(state.rng, state.step) if rng is None else rng
 
 
 @jax.jit

@@ -13,6 +13,7 @@ from rannc_jax.errors import PlanError
 from rannc_jax.runtime import transfer
 from rannc_jax.runtime.cut import Send, StageProgram
 from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer, init_state
+from rannc_jax.runtime.shares import Shares
 from tests.runtime.instrument import sub_mesh, watch_host_traffic
 
 SHAPES = {
@@ -60,13 +61,13 @@ def cut_over_stages(optimizer, params, all_grads, losses, num_stages):
     meshes = [sub_mesh(*devices) for devices in MESHES[num_stages]]
     cut = cut_optimizer(optimizer, params, owner, num_stages)
     params = place_tree(params, owner, meshes)
-    state = init_state(cut, meshes, params, transfer.move)
+    state = init_state(cut, list(map(Shares, meshes)), params, transfer.move)
     for grads, loss in zip(all_grads, losses, strict=True):
         placed_grads = place_tree(grads, owner, meshes)
         (placed_loss,) = transfer.place([loss], [None], meshes[cut.hub])
         with watch_host_traffic() as seen:
             params, state = apply_cut(
-                cut, meshes, placed_grads, state, params, transfer.move, loss=placed_loss
+                cut, list(map(Shares, meshes)), placed_grads, state, params, transfer.move, loss=placed_loss
             )
         assert seen.none
     for leaf, stage in zip(jax.tree.leaves(params), cut.param_owner, strict=True):
@@ -232,10 +233,10 @@ def test_parameters_and_state_are_donated_unless_the_caller_wants_to_keep_them()
     owner, meshes = OWNERS[2], [sub_mesh(0, 1), sub_mesh(2)]
     cut = cut_optimizer(OPTIMIZERS["adam"], tree(0), owner, 2)
     params = place_tree(tree(0), owner, meshes)
-    state = init_state(cut, meshes, params, transfer.move)
+    state = init_state(cut, list(map(Shares, meshes)), params, transfer.move)
     for donate in (False, True):
         grads = place_tree(tree(1), owner, meshes)
-        apply_cut(cut, meshes, grads, state, params, transfer.move, donate=donate)
+        apply_cut(cut, list(map(Shares, meshes)), grads, state, params, transfer.move, donate=donate)
         assert all(leaf.is_deleted() == donate for leaf in jax.tree.leaves((params, state)))
 
 

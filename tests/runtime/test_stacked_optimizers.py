@@ -8,6 +8,7 @@ from rannc_jax.errors import PlanError
 from rannc_jax.ir.leaves import WHOLE, Slicing
 from rannc_jax.runtime import transfer
 from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer, init_state
+from rannc_jax.runtime.shares import Shares
 from rannc_jax.runtime.stacked import flat_parts, packed
 from tests.runtime.instrument import sub_mesh, watch_host_traffic
 from tests.runtime.test_optimizer import OPTIMIZERS, assert_equal_trees, one_device
@@ -42,12 +43,14 @@ def over_stages(optimizer, params, all_grads, losses, slicings=SLICINGS, owners=
     meshes = [sub_mesh(*devices) for devices in MESHES]
     cut = cut_optimizer(optimizer, params, owners, len(meshes), slicings=slicings)
     params = placed(params, meshes, slicings, owners)
-    state = init_state(cut, meshes, params, transfer.move)
+    state = init_state(cut, list(map(Shares, meshes)), params, transfer.move)
     for grads, loss in zip(all_grads, losses, strict=True):
         here = placed(grads, meshes, slicings, owners)
         (loss,) = transfer.place([loss], [None], meshes[cut.hub])
         with watch_host_traffic() as seen:
-            params, state = apply_cut(cut, meshes, here, state, params, transfer.move, loss=loss)
+            params, state = apply_cut(
+                cut, list(map(Shares, meshes)), here, state, params, transfer.move, loss=loss
+            )
         assert seen.none
     return params, state
 
