@@ -56,10 +56,10 @@ class Sharding(enum.Enum):
 
 
 def shard_dim(shape: Sequence[int], parts: int) -> int | None:
-    """The dim along which an array lies in equal parts: of those that divide the longest, the first of equals.
+    """The dim along which an array lies in equal parts: the longest that divides, the first of equals.
 
-    None where none divides: such an array is whole on every replica. They are small (biases, scales, numbers
-    of classes); padding would show in the shapes that users see.
+    None where none divides: such an array is whole on every replica. These are small (odd biases, scalars);
+    padding them would show in the shapes that users see.
 
     Example:
         >>> shard_dim((6, 8), 4), shard_dim((8, 8), 4), shard_dim((6, 10), 4), shard_dim((), 4)

@@ -5,6 +5,7 @@ it once per batch shape, and runs the operations. Cut, placement and state stay;
 size or length only brings new programs.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -141,7 +142,7 @@ class Engine:
                 warnings.warn(
                     f"batches of {_SHAPES_BEFORE_WARNING + 1} different shapes have been seen; each compiles "
                     "programs of its own. Pad batches to a few sizes, or drop the last short one.",
-                    stacklevel=4,
+                    stacklevel=_frames_in_here() + 1,
                 )
             self._prepared[key] = self._prepare(shapes, batch_grads)
         return self._prepared[key]
@@ -443,6 +444,14 @@ def settled(value: Any, mesh: Mesh, layout: RowLayout | None = None) -> Any:
         pieces = [here[device] for device in mesh.devices.flat]
         return jax.make_array_from_single_device_arrays(value.shape, wanted, pieces)
     return move([value], [layout], mesh)[0]
+
+
+def _frames_in_here() -> int:
+    """How many calls of this package lie between the user and the caller, the caller's included."""
+    frame, count = inspect.currentframe(), -1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("rannc_jax."):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def spread_of(graph: Graph, replicas: Sequence[int]) -> Spread:

@@ -76,11 +76,12 @@ def rolled(ops: Sequence[Op], wanted: Sequence[Key], turns: int) -> Loop:
     origin = {key: (first, turn) for first, keys in makes.items() for turn, key in enumerate(keys)}
     fed, carried = {}, {}
     for first, keys in reads.items():
-        source, turn = origin.get(keys[1], (None, None))
+        if keys[1] not in origin:
+            fed.update({first: keys} if keys[1] != first else {})
+            continue
+        source, turn = origin[keys[1]]
         if turn == 0:
             carried[first] = (source, makes[source][-1])
-        elif source is None and keys[1] != first:
-            fed[first] = keys
     behind = {*wanted, *(key for op in after for key in op.inputs)} - {end for _, end in carried.values()}
     return Loop(
         before=tuple(runs[:start]),

@@ -311,14 +311,8 @@ def apply_cut(
     Returns:
         New parameters and new state.
     """
-    parts = [
-        flat_parts(tree, slicings)
-        for tree, slicings in (
-            (grads, cut.param_slicing),
-            (state, cut.state_slicing),
-            (params, cut.param_slicing),
-        )
-    ]
+    slicings = cut.param_slicing
+    parts = flat_parts(grads, slicings), flat_parts(state, cut.state_slicing), flat_parts(params, slicings)
     new_params, new_state = update_parts(cut, shares, *parts, move, loss=loss, donate=donate)
     return (
         packed(jax.tree.structure(cut.params), cut.param_slicing, new_params),

@@ -161,7 +161,7 @@ class Placement:
             parts = []
             for part, stage in zip(flat_parts(tree, slicings), stages, strict=True):
                 shares = self.shares[stage]
-                lies = shares.parameter if name == "params" else shares.update
+                lies = shares.parameter if name == "state.params" else shares.update
                 parts.append(settled(part, shares.mesh, lies(part.shape)))
             return packed(jax.tree.structure(tree), slicings, parts)
 

@@ -34,6 +34,13 @@ def share_state(table: StageTable, lowered: Lowered, shares: Sequence[Shares]) -
     return _Sharer(table, lowered, shares).lowered()
 
 
+def value_of(key: Key) -> int:
+    """The value id in a key of a parameter, a prologue value, sums or a gradient."""
+    value = key[1]
+    assert isinstance(value, int)
+    return value
+
+
 class _Sharer:
     def __init__(self, table: StageTable, lowered: Lowered, shares: Sequence[Shares]) -> None:
         self.table, self.old, self.shares = table, lowered, shares
@@ -59,9 +66,9 @@ class _Sharer:
         kind, *rest = key
         if kind not in (*_HELD, "acc", "grad"):
             return None
-        v = rest[0]
+        v, *stages = (n for n in rest if isinstance(n, int))
         shape = self.table.graph.program.vars[v].aval.shape
-        stage = rest[1] if len(rest) > 1 else self.table.owner[v]
+        stage = stages[0] if stages else self.table.owner[v]
         share = self.shares[stage]
         if kind in _HELD:
             return share.parameter(shape)
@@ -104,7 +111,7 @@ class _Sharer:
         return jax.jit(lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in wide), out_shardings=outs)
 
     def _wide(self, sums: Sequence[Key]) -> list[jax.ShapeDtypeStruct]:
-        avals = [self.table.graph.program.vars[key[1]].aval for key in sums]
+        avals = [self.table.graph.program.vars[value_of(key)].aval for key in sums]
         return [jax.ShapeDtypeStruct(aval.shape, grad_dtype(aval.dtype)) for aval in avals]
 
     def _gathering(self, program: Compiled, op: Op) -> Compiled:
@@ -169,8 +176,8 @@ class _Sharer:
             new.layouts[target] = self._layout(target)
             if self._layout(source) is not None:
                 renamed[source] = (*source, "whole", op.stage)
-        for stage in sorted({self.table.owner[key[1]] for key in renamed}):
-            mine = [key for key in renamed if self.table.owner[key[1]] == stage]
+        for stage in sorted({self.table.owner[value_of(key)] for key in renamed}):
+            mine = [key for key in renamed if self.table.owner[value_of(key)] == stage]
             name = f"gather{stage}to{op.stage}"
             whole = self.shares[stage].on_mesh(None)
             new.programs[name] = jax.jit(lambda *xs: xs, out_shardings=(whole,) * len(mine))

@@ -35,7 +35,7 @@ class Shares:
         return self._share(shape, self.sharding.shards_parameters)
 
     def sums(self, shape: Shape) -> RowLayout | None:
-        """Gradients while microbatches are added up. (Whole ones may differ between replicas.)"""
+        """Gradients while microbatches are added up; whole ones may differ between replicas."""
         return self._share(shape, self.sharding.shards_gradients)
 
     def update(self, shape: Shape) -> RowLayout | None:
