@@ -217,7 +217,8 @@ class Engine:
             train=self.routine.train,
         )
         shares = self.routine.shares(layout)
-        lowered = share_state(table, lower(table), shares)
+        apart = {s for s, share in enumerate(shares) if share.sharding.shards_parameters}
+        lowered = share_state(table, lower(table, apart=apart), shares)
         prepared = Prepared(
             example=example,
             graph=graph,

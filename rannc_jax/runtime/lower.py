@@ -4,7 +4,7 @@ Prologue, forwards and backwards in the schedule's order with the moves between 
 the last of them is in `ending`. The names of values are in `table`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,15 @@ from rannc_jax.runtime.transfer import sub_mesh_sharding
 from rannc_jax.schedule.action import Action, Kind
 
 
-def lower(table: StageTable) -> Lowered:
-    """All operations of a batch, up to gradients, loss, outputs and new model state."""
-    walk = _Walk(table)
+def lower(table: StageTable, *, apart: Collection[int] = ()) -> Lowered:
+    """All operations of a batch, up to gradients, loss, outputs and new model state.
+
+    Args:
+        table: the stages.
+        apart: stages whose forwards are never joined to their backwards, so that what a program takes in for
+            its time only (gathered parameters) is not there for both.
+    """
+    walk = _Walk(table, apart)
     walk.start()
     for action in table.layout.actions:
         walk.add(action)
@@ -38,8 +44,8 @@ def lower(table: StageTable) -> Lowered:
 class _Walk:
     """Appends operations action by action. `version` counts the values each stage's accumulators had."""
 
-    def __init__(self, table: StageTable) -> None:
-        self.table, self.out = table, Lowered()
+    def __init__(self, table: StageTable, apart: Collection[int]) -> None:
+        self.table, self.apart, self.out = table, apart, Lowered()
         self.version = [0] * table.num_stages
         self.backwards = [
             Backwards(code, self._arity(s)) if table.train and code.differentiates else None
@@ -64,7 +70,7 @@ class _Walk:
             last, before[mesh] = before.get(mesh), action
             backwards = self.backwards[action.stage]
             follows = last == Action(action.stage, Kind.FORWARD, action.microbatch)
-            is_backward = action.kind is not Kind.FORWARD
+            is_backward = action.kind is not Kind.FORWARD and action.stage not in self.apart
             if last is not None and follows and is_backward and backwards is not None and not backwards.arity:
                 found[last] = action
         return found
