@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rannc_jax.partition.candidate import Candidate
 from rannc_jax.partition.constraints import NamedSchedule
-from rannc_jax.partition.interval import IntervalCosts, IntervalTable, Matrix, Site, busy_weight
+from rannc_jax.partition.interval import Case, IntervalCosts, IntervalTable, Matrix, busy_weight
 from rannc_jax.partition.mode import Mode
 from rannc_jax.partition.space import Space, replica_counts
 from rannc_jax.partition.stage import Placement, StageModel
@@ -85,7 +85,8 @@ class ChainSearch:
             self.closed[:] = True
             self.closed[list(space.boundaries)] = False
         self._least_busy_s = 0.0
-        self._tables: dict[tuple[Site, int, int, tuple[Mode, ...]], IntervalTable] = {}
+        self._table = functools.cache(self._priced)
+        self._tables_after = functools.cache(self._priced_after)
 
     def outlook(self) -> tuple[float, Candidate | None]:
         """A step that no plan of this case is estimated to beat, and a plan near it, which may not fit.
@@ -172,12 +173,10 @@ class ChainSearch:
         stages = range(self.space.num_stages or 1)
         modes = tuple(dict.fromkeys(mode for stage in stages for mode in self.space.modes_of(stage)))
         in_flight = self.schedule.in_flight(0, 1, self.num_microbatches)
-        priced = []
-        for count in sorted({count for stage in stages for count in self._replicas(stage)}):
-            sites, site_of = self.costs.sites(count, self.unit)
-            cost = np.stack([pick(self._table(site, count, in_flight, modes)) for site in sites])
-            priced.append((count, cost, site_of))
-        for begin in range(self.model.num_blocks - 1, -1, -1):
+        counts = sorted({count for stage in stages for count in self._replicas(stage)})
+        tables = [self._table(count, in_flight, modes) for count in counts]
+        priced = [(count, pick(table), table.site_of) for count, table in zip(counts, tables, strict=True)]
+        for begin in np.flatnonzero(~self.closed[:-1])[::-1].tolist():
             for count, cost, site_of in priced:
                 ahead = cost[site_of, begin, begin + 1 :]
                 total = combine(ahead, layer.value[self._width(count) :, begin + 1 :])
@@ -194,16 +193,15 @@ class ChainSearch:
         """Put one stage before the plans in `later`, which have `after` stages."""
         value = np.full_like(later, np.inf)
         next_block, replicas = np.zeros(later.shape, np.int16), np.zeros(later.shape, np.int16)
-        for count in self._replicas(self.space.stage_before(after)):
-            sites, site_of = self.costs.sites(count, self.unit)
-            cost = np.stack([pick(self._table_after(site, count, after)) for site in sites])
-            total = combine(cost[site_of], later[self._width(count) :, None, :])
+        for count, table in self._tables_after(after):
+            total = combine(pick(table)[table.site_of], later[self._width(count) :, None, :])
             least = total.min(axis=2)
-            units = slice(0, len(site_of))
+            units = slice(0, len(least))
             better = least < value[units]
             np.copyto(value[units], least, where=better)
             np.copyto(next_block[units], total.argmin(axis=2), where=better, casting="unsafe")
             replicas[units][better] = count
+        value[:, self.closed] = np.inf
         layer = _Layer(value, next_block, replicas)
         self._skip_units(layer, slice(None))
         return layer
@@ -225,25 +223,16 @@ class ChainSearch:
         fixed = self.space.constraints.replicas_of(stage)
         return replica_counts(self.model, self.model.rows // self.num_microbatches, fixed)
 
-    def _table_after(self, site: Site, replicas: int, after: int) -> IntervalTable:
-        """Prices of a stage with `after` stages behind it."""
+    def _priced_after(self, after: int) -> list[tuple[int, IntervalTable]]:
+        """Replicas and prices of a stage with `after` stages behind it."""
+        stage = self.space.stage_before(after)
         in_flight = self.schedule.in_flight(0, after + 1, self.num_microbatches)
-        return self._table(site, replicas, in_flight, self.space.modes_of(self.space.stage_before(after)))
+        modes = self.space.modes_of(stage)
+        return [(count, self._table(count, in_flight, modes)) for count in self._replicas(stage)]
 
-    def _table(self, site: Site, replicas: int, in_flight: int, modes: tuple[Mode, ...]) -> IntervalTable:
-        """Prices of a stage, where the user's cuts allow one."""
-        key = (site, replicas, in_flight, modes)
-        if key not in self._tables:
-            price = functools.partial(
-                self.costs.table, site, replicas, self.num_microbatches, in_flight, self.schedule.has_backward
-            )
-            rules = self.space.rules
-            table = self.costs.by_rules(price, modes, replicas, rules) if rules else price(modes)
-            for matrix in (table.sum_s, table.busy_s, table.fullness):
-                matrix[self.closed, :] = np.inf
-                matrix[:, self.closed] = np.inf
-            self._tables[key] = table
-        return self._tables[key]
+    def _priced(self, replicas: int, in_flight: int, modes: tuple[Mode, ...]) -> IntervalTable:
+        case = Case(replicas, self.num_microbatches, self.schedule.has_backward, modes, self.space.rules)
+        return self.costs.table(case, self.unit, in_flight)
 
     def _ends(self, layers: list[_Layer]) -> list[int]:
         """Numbers of stages for which there is a whole plan."""
@@ -265,12 +254,11 @@ class ChainSearch:
         position = {block: at for at, block in enumerate(self.costs.order)}
         sum_s = busiest_s = 0.0
         for stage, placed in enumerate(candidate.placements):
-            site = self.costs.site_of(placed.first_device, placed.num_replicas)
-            table = self._table_after(site, placed.num_replicas, num_stages - 1 - stage)
+            table = dict(self._tables_after(num_stages - 1 - stage))[placed.num_replicas]
             begin = min(position[block] for block in placed.blocks)
-            end = begin + len(placed.blocks)
-            sum_s += float(table.sum_s[begin, end])
-            busiest_s = max(busiest_s, float(table.busy_s[begin, end]))
+            run = table.site_of[placed.first_device // self.unit], begin, begin + len(placed.blocks)
+            sum_s += float(table.sum_s[run])
+            busiest_s = max(busiest_s, float(table.busy_s[run]))
         return Estimate(step_s=sum_s + self.weight * busiest_s, candidate=candidate)
 
     def _candidate(self, layers: Iterable[_Layer]) -> Candidate:

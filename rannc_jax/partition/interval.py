@@ -1,14 +1,13 @@
-"""Prices of all runs of consecutive blocks of one order at once, as matrices.
+"""Prices of all runs of consecutive blocks of one order at once.
 
-Entry [i, j] is the stage of blocks order[i:j]. The numbers are those of `StageModel`, computed from
-prefix sums; the only estimate is the transfer into a stage, because the stage before is not known yet:
-as many replicas, on the device just before. `Site` says which devices a stage may lie on with the same
-price.
+A run (begin, end) is the stage of blocks order[begin:end]. Costs are vectors over all runs, with the
+numbers of `StageModel`, computed from prefix sums; the only estimate is the transfer into a stage, because
+the stage before is not known yet: as many replicas, on the device just before. `Site` says which devices a
+stage may lie on with the same price. What does not depend on the microbatches in flight is priced once.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +21,8 @@ from rannc_jax.partition.rules import Rule, modes_under
 from rannc_jax.partition.stage import Placement, StageModel
 
 Matrix = NDArray[np.float64]
+Runs = NDArray[np.float64]
+"""A number for every run, [runs]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +41,40 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    """What the prices of runs depend on besides devices and microbatches in flight.
+
+    Args:
+        replicas: of a stage, each with its rows of a microbatch.
+        num_microbatches: of a step.
+        trains: whether there is a backward.
+        modes: to choose from.
+        rules: what is fixed of the runs that hold some module.
+    """
+
+    replicas: int
+    num_microbatches: int
+    trains: bool
+    modes: tuple[Mode, ...]
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class IntervalTable:
-    """Matrices [blocks + 1, blocks + 1]; infinite where there is no stage or it does not fit.
+    """Matrices [sites, blocks + 1, blocks + 1]; infinite where there is no stage or it does not fit.
 
     Args:
         sum_s: what a stage adds to the time of one microbatch's way through the pipeline.
         busy_s: what it spends on each further microbatch (or its transfer if that is slower), its tail
             spread over them; the tail alone where there is one microbatch.
         fullness: peak over limit in the mode that needs least, fitting or not.
+        site_of: the site by first unit of a stage.
     """
 
     sum_s: Matrix
     busy_s: Matrix
     fullness: Matrix
+    site_of: NDArray[np.intp]
 
 
 class IntervalCosts:
@@ -61,12 +83,13 @@ class IntervalCosts:
     def __init__(self, model: StageModel, order: Sequence[int]) -> None:
         self.model = model
         self.order = tuple(order)
-        size = len(order) + 1
-        self.is_stage = np.triu(np.ones((size, size), dtype=bool), 1)
-        self.pieces = np.maximum(np.arange(size)[None, :] - np.arange(size)[:, None], 0)
+        self.begin, self.end = np.triu_indices(len(order) + 1, 1)
         self.state = self._state()
         self.into = {trains: self._flows(trains) for trains in (False, True)}
         self.sites = functools.cache(self._sites)
+        self.table = functools.cache(self._table)
+        self._choices = functools.cache(self._choices_of)
+        self._kept = functools.cache(self._kept_bytes)
         self._sums = functools.cache(self._kind_sums)
 
     def _sites(self, replicas: int, unit: int) -> tuple[list[Site], NDArray[np.intp]]:
@@ -85,105 +108,78 @@ class IntervalCosts:
             enters_host=first > 0 and hosts[first - 1] != hosts[first],
         )
 
-    def table(
-        self,
-        site: Site,
-        replicas: int,
-        num_microbatches: int,
-        in_flight: int,
-        trains: bool,
-        modes: tuple[Mode, ...],
-    ) -> IntervalTable:
-        """Price all runs on one site; each in the fastest of `modes` that fits."""
-        model = self.model
-        rows = model.rows // num_microbatches // replicas
-        into_s, back_s = self._entry_seconds(site, rows, trains)
-        size = self.is_stage.shape
-        step, work, tail = (np.full(size, np.inf) for _ in range(3))
-        fullness = np.full(size, np.inf)
-        for mode in for_replicas(modes, replicas):
-            full = self._fullness(site, replicas, rows, mode, in_flight, trains)
-            fullness = np.minimum(fullness, full)
-            forward_s, backward_s, tail_s = self._seconds(site, replicas, rows, mode, trains)
-            step_s = num_microbatches * (forward_s + backward_s) + tail_s
-            better = (full <= 1.0) & (step_s < step)
-            for target, found in ((step, step_s), (work, forward_s + backward_s), (tail, tail_s)):
-                np.copyto(target, found, where=better)
-        sum_s = work + into_s + back_s
-        busy_s = tail
-        if num_microbatches > 1:
-            spread_s = work + tail / busy_weight(num_microbatches)
-            busy_s = np.maximum(spread_s, np.maximum(into_s, back_s))
-        return IntervalTable(
-            sum_s=np.where(self.is_stage, sum_s, np.inf),
-            busy_s=np.where(self.is_stage, busy_s, np.inf),
-            fullness=np.where(self.is_stage, fullness, np.inf),
-        )
+    def _table(self, case: Case, unit: int, in_flight: int) -> IntervalTable:
+        """Price all runs on every site; each in the fastest mode that fits."""
+        sites, site_of = self.sites(case.replicas, unit)
+        size = len(self.order) + 1
+        found = np.full((3, len(sites), size, size), np.inf)
+        for index, site in enumerate(sites):
+            found[:, index, self.begin, self.end] = self._choices(case, site).fastest(in_flight)
+        return IntervalTable(*found, site_of=site_of)
 
-    def by_rules(
-        self,
-        price: Callable[[tuple[Mode, ...]], IntervalTable],
-        modes: tuple[Mode, ...],
-        replicas: int,
-        rules: Sequence[Rule],
-    ) -> IntervalTable:
-        """Price every run in the modes that the rules for its blocks leave.
+    def _choices_of(self, case: Case, site: Site) -> "_Choices":
+        """What runs cost on one site in each mode."""
+        m = case.num_microbatches
+        rows = self.model.rows // m // case.replicas
+        modes = case.modes if case.rules else for_replicas(case.modes, case.replicas)
+        sums = [self._sums(kind, rows) for kind in site.kinds]
+        into_s, back_s = self._entry_seconds(site, rows, case.trains)
+        buffers = self._buffers(rows, case.trains)
+        step, total, busy, fixed, residual = [], [], [], [], []
+        for mode in modes:
+            forward_s, backward_s, tail_s = self._seconds(case, site, sums, mode)
+            work_s = forward_s + backward_s
+            step.append(m * work_s + tail_s)
+            total.append(work_s + into_s + back_s)
+            spread_s = work_s + tail_s / busy_weight(m)
+            busy.append(np.maximum(spread_s, np.maximum(into_s, back_s)) if m > 1 else tail_s)
+            kept = self._kept(mode, case.replicas) + buffers
+            fixed.append([kept + own.working_bytes[mode.remat] for own in sums])
+            residual.append([own.residual_bytes[mode.remat] for own in sums])
+        fixed = np.where(self._allowed(case, modes)[:, None], fixed, np.inf)
+        limits = [[max(self.model.limits[kind], 1)] for kind in site.kinds]
+        return _Choices(*map(np.array, (step, total, busy, fixed, residual, limits)))
 
-        `price` is `table` but for the modes; it is asked once for every set of modes that some run may take.
-        """
-        inside = np.stack([self._contains(sorted(rule.blocks)) for rule in rules])
-        kinds, kind_of = np.unique(inside.reshape(len(rules), -1), axis=1, return_inverse=True)
-        kind_of = kind_of.reshape(self.is_stage.shape)
-        left = [modes_under(list(itertools.compress(rules, kind)), modes, replicas) for kind in kinds.T]
-        result = IntervalTable(*(np.full(self.is_stage.shape, np.inf) for _ in range(3)))
-        for allowed in dict.fromkeys(filter(None, left)):
-            here = np.isin(kind_of, [kind for kind, modes_left in enumerate(left) if modes_left == allowed])
-            table = price(allowed)
-            for name in ("sum_s", "busy_s", "fullness"):
-                np.copyto(getattr(result, name), getattr(table, name), where=here)
-        return result
+    def _allowed(self, case: Case, modes: tuple[Mode, ...]) -> NDArray[np.bool_]:
+        """Whether the rules for its blocks leave a mode to a run, [modes, runs]."""
+        allowed = np.ones((len(modes), len(self.begin)), dtype=bool)
+        for rule in case.rules:
+            left = modes_under([rule], modes, case.replicas)
+            forbidden = np.array([mode not in left for mode in modes])
+            allowed &= ~(forbidden[:, None] & self._contains(rule.blocks))
+        return allowed
 
     def _seconds(
-        self, site: Site, replicas: int, rows: int, mode: Mode, trains: bool
-    ) -> tuple[Matrix, Matrix, Matrix]:
+        self, case: Case, site: Site, sums: "Sequence[_Sums]", mode: Mode
+    ) -> tuple[Runs, Runs, Runs]:
         """Forward and backward of a microbatch, and the tail, by the rules of `StageModel`."""
-        sums = [self._sums(kind, rows) for kind in site.kinds]
-        forward_s = np.max([s.forward_s for s in sums], axis=0)
         backward_s = np.max([s.backward_s[mode.remat] for s in sums], axis=0)
         return stage_seconds(
             mode,
             Work(
-                forward_s=forward_s,
-                backward_s=backward_s if trains else 0.0 * backward_s,
+                forward_s=np.max([s.forward_s for s in sums], axis=0),
+                backward_s=backward_s if case.trains else 0.0 * backward_s,
                 once_s=np.max([s.once_s for s in sums], axis=0),
-                trains=trains,
+                trains=case.trains,
                 state=self.state,
                 slowest=min((self.model.kinds[kind] for kind in site.kinds), key=lambda k: k.bytes_per_s),
-                pieces=self.pieces,
-                num_replicas=replicas,
+                pieces=self.end - self.begin,
+                num_replicas=case.replicas,
             ),
             site.ring,
             self.model.tie_link,
         )
 
-    def _fullness(
-        self, site: Site, replicas: int, rows: int, mode: Mode, in_flight: int, trains: bool
-    ) -> Matrix:
+    def _kept_bytes(self, mode: Mode, replicas: int) -> Runs:
+        """What a device of a run keeps all through the step, whatever the microbatches."""
         kept = self.state.under(mode, replicas)
-        fixed = kept.parameters + kept.gradients + kept.optimizer + kept.constants + kept.buffers
-        fixed = fixed + self._buffers(rows, trains)
-        found = []
-        for kind in site.kinds:
-            sums = self._sums(kind, rows)
-            peak = fixed + in_flight * sums.residual_bytes[mode.remat] + sums.working_bytes[mode.remat]
-            found.append(peak / max(self.model.limits[kind], 1))
-        return np.max(found, axis=0)
+        return kept.parameters + kept.gradients + kept.optimizer + kept.constants + kept.buffers
 
-    def _buffers(self, rows: int, trains: bool) -> Matrix:
+    def _buffers(self, rows: int, trains: bool) -> Runs:
         flows = self.into[trains]
         return np.floor((flows.in_row + flows.out_row) * rows + flows.in_fixed + flows.out_fixed)
 
-    def _entry_seconds(self, site: Site, rows: int, trains: bool) -> tuple[Matrix, Matrix]:
+    def _entry_seconds(self, site: Site, rows: int, trains: bool) -> tuple[Runs, Runs]:
         """Seconds that values take into a stage, and cotangents back out of it."""
         cluster = self.model.cluster
         link = cluster.inter_host if site.enters_host else cluster.intra_host
@@ -197,17 +193,15 @@ class IntervalCosts:
     def _state(self) -> StageState:
         """State of every run, ties counted once."""
         states = [self.model.blocks[block].state for block in self.order]
-        total: dict[str, Matrix] = {
-            name: _between([getattr(state, name) for state in states])
-            for name in ("parameters", "gradients", "optimizer", "constants", "prologue", "update_bytes")
-        }
-        total["borrowed"] = np.zeros(self.is_stage.shape)
-        total["largest_parameters"] = _largest([state.parameters + state.prologue for state in states])
-        total["largest_optimizer"] = _largest([state.optimizer for state in states])
+        names = ("parameters", "gradients", "optimizer", "constants", "prologue", "update_bytes")
+        total = {name: self._sum([getattr(state, name) for state in states]) for name in names}
+        total["borrowed"] = np.zeros(self.begin.shape)
+        total["largest_parameters"] = self._most([state.parameters + state.prologue for state in states])
+        total["largest_optimizer"] = self._most([state.optimizer for state in states])
         for tie in self.model.ties:
             owns, reads = self._contains(tie.blocks[:1]), self._contains(tie.blocks)
             copy = StateBytes(parameters=tie.state.parameters, gradients=tie.state.gradients)
-            for name in ("parameters", "gradients", "optimizer", "constants", "prologue", "update_bytes"):
+            for name in names:
                 whole, borrowed = getattr(tie.state, name), getattr(copy, name)
                 total[name] = total[name] + np.where(owns, whole, np.where(reads, borrowed, 0))
             total["borrowed"] += np.where(reads & ~owns, tie.state.parameters, 0)
@@ -219,23 +213,20 @@ class IntervalCosts:
                 total[name] = np.maximum(total[name], np.where(where, size, 0))
         return StageState(**total)
 
-    def _contains(self, blocks: Sequence[int]) -> NDArray[np.bool_]:
+    def _contains(self, blocks: Collection[int]) -> NDArray[np.bool_]:
         """Whether a run holds any of `blocks`."""
-        marks = [float(block in blocks) for block in self.order]
-        return _between(marks) > 0
+        return self._sum([block in blocks for block in self.order]) > 0
 
     def _flows(self, trains: bool) -> "_Flows":
         """Bytes into and out of every run, by row and fixed; cotangents counted where `trains`."""
-        size = len(self.order) + 1
         at = {block: position for position, block in enumerate(self.order)}
-        begin, end = np.arange(size)[:, None], np.arange(size)[None, :]
-        flows = _Flows(*(np.zeros((size, size)) for _ in range(4)))
+        flows = _Flows(*(np.zeros(self.begin.shape) for _ in range(4)))
         for value in self.model.values:
             ways = 2 if trains and value.needs_grad else 1
             made = at[value.producer]
             last = max(at[consumer] for consumer in value.consumers)
-            comes = (made < begin) & self._contains(value.consumers)
-            goes = (begin <= made) & (made < end) & (end <= last)
+            comes = (made < self.begin) & self._contains(value.consumers)
+            goes = (self.begin <= made) & (made < self.end) & (self.end <= last)
             flows.in_row[comes] += ways * value.bytes_per_row
             flows.in_fixed[comes] += ways * value.fixed_bytes
             flows.out_row[goes] += ways * value.bytes_per_row
@@ -245,12 +236,22 @@ class IntervalCosts:
     def _kind_sums(self, kind: int, rows: int) -> "_Sums":
         prices = [self.model.block_price(block, rows, kind) for block in self.order]
         return _Sums(
-            forward_s=_between([price.forward_s for price in prices]),
-            once_s=_between([price.once_s for price in prices]),
-            backward_s={r: _between([price.backward_s[r] for price in prices]) for r in Remat},
-            residual_bytes={r: _between([price.residual_bytes[r] for price in prices]) for r in Remat},
-            working_bytes={r: _largest([price.working_bytes[r] for price in prices]) for r in Remat},
+            forward_s=self._sum([price.forward_s for price in prices]),
+            once_s=self._sum([price.once_s for price in prices]),
+            backward_s={r: self._sum([price.backward_s[r] for price in prices]) for r in Remat},
+            residual_bytes={r: self._sum([price.residual_bytes[r] for price in prices]) for r in Remat},
+            working_bytes={r: self._most([price.working_bytes[r] for price in prices]) for r in Remat},
         )
+
+    def _sum(self, numbers: Sequence[float]) -> Runs:
+        """Of the numbers of the blocks of every run."""
+        sums = np.concatenate([[0.0], np.cumsum(np.asarray(numbers, dtype=np.float64))])
+        return np.maximum(sums[self.end] - sums[self.begin], 0.0)
+
+    def _most(self, numbers: Sequence[float]) -> Runs:
+        """Of the numbers of the blocks of every run; runs lie by begin and then by end."""
+        numbers = np.asarray(numbers, dtype=np.float64)
+        return np.concatenate([np.maximum.accumulate(numbers[begin:]) for begin in range(len(numbers))])
 
 
 def busy_weight(num_microbatches: int) -> int:
@@ -259,32 +260,41 @@ def busy_weight(num_microbatches: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Choices:
+    """What runs cost in each mode: seconds [modes, runs]; bytes [modes, kinds, runs]; limits [kinds, 1].
+
+    Microbatches in flight change only which modes fit, so one of these serves any number of them.
+    """
+
+    step_s: Matrix
+    sum_s: Matrix
+    busy_s: Matrix
+    fixed_bytes: NDArray[np.float64]
+    residual_bytes: NDArray[np.float64]
+    limits: NDArray[np.float64]
+
+    def fastest(self, in_flight: int) -> tuple[Runs, Runs, Runs]:
+        """`IntervalTable`'s sum, busy seconds and fullness of every run; of equal modes the first."""
+        full = ((self.fixed_bytes + in_flight * self.residual_bytes) / self.limits).max(axis=1)
+        step_s = np.where(full <= 1.0, self.step_s, np.inf)
+        mode, run = step_s.argmin(axis=0), np.arange(step_s.shape[1])
+        fits = step_s[mode, run] < np.inf
+        sum_s, busy_s = (np.where(fits, each[mode, run], np.inf) for each in (self.sum_s, self.busy_s))
+        return sum_s, busy_s, full.min(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
 class _Sums:
-    forward_s: Matrix
-    once_s: Matrix
-    backward_s: dict[Remat, Matrix]
-    residual_bytes: dict[Remat, Matrix]
-    working_bytes: dict[Remat, Matrix]
+    forward_s: Runs
+    once_s: Runs
+    backward_s: dict[Remat, Runs]
+    residual_bytes: dict[Remat, Runs]
+    working_bytes: dict[Remat, Runs]
 
 
 @dataclass(frozen=True, slots=True)
 class _Flows:
-    in_row: Matrix
-    in_fixed: Matrix
-    out_row: Matrix
-    out_fixed: Matrix
-
-
-def _between(numbers: Sequence[float]) -> Matrix:
-    """[i, j] = sum of numbers[i:j]; 0 where j <= i."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(numbers, dtype=np.float64))])
-    return np.maximum(sums[None, :] - sums[:, None], 0.0)
-
-
-def _largest(numbers: Sequence[float]) -> Matrix:
-    """[i, j] = max of numbers[i:j]; 0 where j <= i."""
-    size = len(numbers) + 1
-    result = np.zeros((size, size))
-    for begin in range(size - 1):
-        result[begin, begin + 1 :] = np.maximum.accumulate(np.asarray(numbers[begin:], dtype=np.float64))
-    return result
+    in_row: Runs
+    in_fixed: Runs
+    out_row: Runs
+    out_fixed: Runs
