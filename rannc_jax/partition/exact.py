@@ -10,7 +10,7 @@ finish on small programs.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rannc_jax.partition.bound import BestCase, best_case
@@ -135,12 +135,12 @@ class _Walk:
         if self.best is None or found.rank < self.best.rank:
             self.best = found
 
-    def _placements(self, blocks: tuple[int, ...], devices: int, after: int) -> list[Placement]:
+    def _placements(self, blocks: tuple[int, ...], devices: int, after: int) -> Iterator[Placement]:
         """Where a stage may lie, `after` stages before the end; devices after it may stay idle."""
         fixed = self.space.constraints.replicas_of(self.space.stage_before(after))
         counts = replica_counts(self.model, self.model.rows // self.case.num_microbatches, fixed)
         ends = [devices] if self.model.is_uniform else range(devices, 0, -1)
-        return [Placement(blocks, end - r, r) for end in ends for r in counts if r <= end]
+        return (Placement(blocks, end - r, r) for end in ends for r in counts if r <= end)
 
     def _prices(self, placement: Placement, after: int) -> list[StagePrice]:
         """What the stage may cost: the modes that fit, of which none beats another."""

@@ -5,13 +5,13 @@ So blocks are moved over the boundaries of neighbouring stages and replicas betw
 that makes the step faster. Greedy, in a fixed order, with a limit on how many plans are tried.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator
 from rannc_jax.partition.order import predecessor_masks
 from rannc_jax.partition.space import replica_counts
-from rannc_jax.partition.stage import Placement
+from rannc_jax.partition.stage import Placement, StagePrice
 
 
 def refine(evaluator: Evaluator, start: Evaluation, *, most_tried: int) -> Evaluation:
@@ -36,14 +36,26 @@ def _other_modes(evaluator: Evaluator, start: Evaluation) -> Evaluation:
     """Each rank once in every mode that fits: what is slower for itself may suit the whole."""
     best, candidate = start, start.candidate
     for rank in range(candidate.num_ranks):
+        stages = candidate.stages_of(rank)
         for option in evaluator.options(candidate, rank):
-            prices = list(best.prices)
-            for stage, price in zip(candidate.stages_of(rank), option, strict=True):
-                prices[stage] = price
-            if option[0].fullness <= 1.0 and tuple(prices) != best.prices:
+            if option[0].fullness <= 1.0 and _may_win(best, stages, option):
+                prices = list(best.prices)
+                for stage, price in zip(stages, option, strict=True):
+                    prices[stage] = price
                 found = evaluator.evaluate(candidate, tuple(prices))
                 best = found if found.rank < best.rank else best
     return best
+
+
+def _may_win(best: Evaluation, stages: Sequence[int], option: Sequence[StagePrice]) -> bool:
+    """Whether other prices of a rank may make a step faster, or as fast and emptier."""
+    m, old = best.candidate.num_microbatches, [best.prices[stage] for stage in stages]
+    if sum(price.step_s(m) for price in option) > best.step_s * (1 + 1e-9):
+        return False
+    return option[0].fullness < old[0].fullness == best.fullness or any(
+        new.forward_s < was.forward_s or new.backward_s < was.backward_s or new.tail_s < was.tail_s
+        for new, was in zip(option, old, strict=True)
+    )
 
 
 def _neighbours(evaluator: Evaluator, candidate: Candidate) -> Iterator[Candidate]:

@@ -40,6 +40,9 @@ EXACT_BLOCKS = 10
 """The exact search has no hope to finish on many more blocks, and costs seconds."""
 MOST_VISITED = 30_000
 """Stages that the exact search may place."""
+FAR = 2.0
+"""Plans whose estimate, which none of their case beats, is further above the best priced plan are not priced:
+on many devices they have thousands of microbatches, and the clock runs every one."""
 NEAR = 1.1
 """Estimates up to this factor above the best priced plan are still worth a look."""
 
@@ -183,17 +186,20 @@ def _propose(pool: _Pool, space: Space) -> None:
     model = pool.evaluator.model
     own = tuple(range(model.num_blocks))
     chosen = [own] if space.boundaries is not None else orders(model.num_blocks, model.values)
-    cases: list[tuple[float, ChainSearch]] = []
+    cases: list[tuple[float, ChainSearch, Candidate | None]] = []
     for costs in map(IntervalCosts, itertools.repeat(model), chosen):
         chains = itertools.product(chain_schedules(space.schedules), space.num_microbatches)
         for schedule, num_microbatches in chains:
             chain = ChainSearch(costs, space, schedule, num_microbatches)
             outlook_s, candidate = chain.outlook()
-            if candidate is not None and space.num_stages in (None, candidate.num_stages):
-                pool.price(candidate)
-            cases.append((outlook_s, chain))
+            cases.append((outlook_s, chain, candidate))
+    cases.sort(key=lambda case: case[0])
+    for outlook_s, _, candidate in cases:
+        has_count = candidate is not None and space.num_stages in (None, candidate.num_stages)
+        if has_count and outlook_s <= pool.best_s * FAR:
+            pool.price(candidate)
     proposals: list[Estimate] = []
-    for outlook_s, chain in sorted(cases, key=lambda case: case[0]):
+    for outlook_s, chain, _ in cases:
         if math.isfinite(outlook_s) and outlook_s <= pool.best_s * NEAR:
             found = list(chain.estimates(beat_s=pool.best_s * NEAR))
             if found:
