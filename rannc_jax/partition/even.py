@@ -21,7 +21,8 @@ from rannc_jax.partition.space import replica_counts
 from rannc_jax.partition.stage import Placement
 
 MOST_EVEN = 24
-"""Even cuts that are priced on the clock, with one chunk a rank, and with several."""
+"""Schedules, microbatches and stages whose even cuts are priced on the clock, with one chunk a rank, and with
+several. Both cuts of each: they differ little, so counted singly they would crowd out others."""
 MOST_SPLIT = 12
 """Plans that are tried with a split backward."""
 
@@ -35,8 +36,12 @@ def even_cuts(evaluator: Evaluator) -> Iterator[Candidate]:
         schedules = [schedule for schedule in whole if (schedule.num_chunks > 1) is several]
         found = [cut for schedule in schedules for cut in _cuts(evaluator, schedule, seconds_of, ends_of)]
         found.sort(key=lambda cut: (cut.step_s, cut.num_stages, cut.num_microbatches))
-        for cut in found[:MOST_EVEN]:
-            yield cut.candidate()
+        of_shape: dict[tuple[NamedSchedule, int, int], list[_Cut]] = {}
+        for cut in found:
+            of_shape.setdefault((cut.schedule, cut.num_microbatches, cut.num_stages), []).append(cut)
+        for cuts in itertools.islice(of_shape.values(), MOST_EVEN):
+            for cut in cuts:
+                yield cut.candidate()
 
 
 def split_backwards(evaluator: Evaluator, whole: Sequence[Evaluation]) -> Iterator[Candidate]:
