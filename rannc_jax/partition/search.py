@@ -195,8 +195,9 @@ def _propose(pool: _Pool, space: Space) -> None:
             cases.append((outlook_s, chain, candidate))
     cases.sort(key=lambda case: case[0])
     for outlook_s, _, candidate in cases:
-        has_count = candidate is not None and space.num_stages in (None, candidate.num_stages)
-        if has_count and outlook_s <= pool.best_s * FAR:
+        if candidate is None or space.num_stages not in (None, candidate.num_stages):
+            continue
+        if outlook_s <= pool.best_s * FAR:
             pool.price(candidate)
     proposals: list[Estimate] = []
     for outlook_s, chain, _ in cases:
