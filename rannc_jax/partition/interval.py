@@ -250,8 +250,8 @@ class IntervalCosts:
 
     def _most(self, numbers: Sequence[float]) -> Runs:
         """Of the numbers of the blocks of every run; runs lie by begin and then by end."""
-        numbers = np.asarray(numbers, dtype=np.float64)
-        return np.concatenate([np.maximum.accumulate(numbers[begin:]) for begin in range(len(numbers))])
+        all_ = np.asarray(numbers, dtype=np.float64)
+        return np.concatenate([np.maximum.accumulate(all_[begin:]) for begin in range(len(all_))])
 
 
 def busy_weight(num_microbatches: int) -> int:
