@@ -55,7 +55,9 @@ def follow(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, An
         BridgeError: if its backward does what no graph can hold.
     """
     if _has_setup(function):
-        bound = inspect.signature(function.forward).bind(*args, **kwargs)
+        signature = inspect.signature(function.forward)
+        placed = signature.bind_partial(*args).arguments  # torch 2.11 leaves what it placed among the keywords
+        bound = signature.bind(*args, **{key: value for key, value in kwargs.items() if key not in placed})
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
     if kwargs:
@@ -156,6 +158,7 @@ class _Call:
             raise self._refusal(error) from error
 
     def _run(self, backward: Callable[..., Any], given: Sequence[Any]) -> Any:
+        given = [list(given)] if _boxes_gradients(self.function) else given
         with _without_autocast(), _as_on_gpus(), _outside_checkpoints():
             return backward(self.ctx, *given)
 
@@ -202,6 +205,11 @@ def _backward_of(function: Any) -> Callable[..., Any] | None:
     if function.vjp is not Function.vjp:
         return function.vjp
     return None if function.backward is Function.backward else function.backward
+
+
+def _boxes_gradients(function: Any) -> bool:
+    """Whether backward takes its gradients as one list, which torch knows since 2.13."""
+    return hasattr(Function, "boxed_grads_call") and function.boxed_grads_call
 
 
 def _marked_once(backward: Any) -> bool:

@@ -217,6 +217,21 @@ class ByVjp(Function):
         return grad * 11
 
 
+class Boxed(Function):
+    """Takes its gradients in a list (since torch 2.13), to let go of each when it is done with it."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        first, second = grads[0] if hasattr(Function, "boxed_grads_call") else grads
+        return first * 5 - second
+
+
 class ChangesGradient(Function):
     """Writes into what forward kept, as fused losses do."""
 
@@ -303,6 +318,16 @@ class Shared(Function):
         return 2 * w @ grad, 3 * torch.outer(x, grad)
 
 
+def _takes_keywords() -> bool:
+    """Whether this torch's Function.apply does."""
+    with contextlib.suppress(TypeError):
+        return ClippedGradient.apply(torch.ones(1), high=0.3) is not None
+    return False
+
+
+HIGH = {"high": 0.3} if _takes_keywords() else {}
+
+
 def linear_with_a_bias(x: Any, w: Any) -> Any:
     return Linear.apply(x, w, w[0], Scale.TWO, {"factor": 4.0})
 
@@ -310,7 +335,7 @@ def linear_with_a_bias(x: Any, w: Any) -> Any:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "straight through": lambda x, w: StraightThrough.apply(x @ w * 3),
     "reversal": lambda x, w: Reversal.apply(x @ w, 0.25) * w[0],
-    "clipped gradient": lambda x, w: ClippedGradient.apply(x @ w, high=0.3),
+    "clipped gradient": lambda x, w: ClippedGradient.apply(x @ w, **HIGH),
     "memory saving": lambda x, w: Swish.apply(Swish.apply(x @ w) @ w),
     "linear": linear_with_a_bias,
     "linear without bias": lambda x, w: Linear.apply(x, w, None, Scale.ONE, {"factor": 0.5}),
@@ -323,6 +348,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "recomputes": lambda x, w: Recomputes.apply(x, w),
     "broadcast": lambda x, w: Broadcast.apply(x, w),
     "by vjp": lambda x, w: ByVjp.apply(x @ w),
+    "boxed": lambda x, w: Boxed.apply(x @ w),
     "changes what it kept": lambda x, w: ChangesGradient.apply(x @ w) * w[0],
     "in place": lambda x, w: written_in_place(x, w)[0],
     "in place, in a view": written_in_a_view,

@@ -15,6 +15,7 @@ from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._pytree import tree_map
 
 from tests.torch_bridge.oracle import assert_same_functions, loss_and_gradients
 from torch_bridge import BridgeError, convert
@@ -50,19 +51,31 @@ def constants_in_a_branch(x: Any, w: Any) -> Any:
     return torch.cond(x.square().sum() > 0, branch, lambda x: x * 1.0, (x,))
 
 
+def _scan(step: Any, carry: Any, x: torch.Tensor, reverse: bool = False) -> Any:
+    """In torch itself a plain loop: the gradients of torch 2.11's own scan are wrong."""
+    if torch.compiler.is_exporting():
+        return scan(step, carry, x, reverse=reverse)
+    results = []
+    for row in x.flip(0) if reverse else x:
+        carry, result = step(carry, row)
+        results.append(result)
+    order = reversed(results) if reverse else results
+    return carry, tree_map(lambda *rows: torch.stack(rows), *order)
+
+
 def recurrent(x: Any, w: Any) -> Any:
     def step(carry: Any, row: Any) -> Any:
         state = torch.tanh(carry @ w + row)
         return state, state.clone()
 
-    return scan(step, torch.zeros(3), x)
+    return _scan(step, torch.zeros(3), x)
 
 
 def reversed_with_trees(x: Any, w: Any) -> Any:
     def step(carry: Any, row: Any) -> Any:
         return (carry[0] + row @ w, carry[1] * 0.5), {"k": row + 1, "c": carry[0] * 1.0}
 
-    return _values(scan(step, (torch.zeros(3), torch.ones(3)), x, reverse=True))
+    return _values(_scan(step, (torch.zeros(3), torch.ones(3)), x, reverse=True))
 
 
 def _values(tree: Any) -> list[Any]:
