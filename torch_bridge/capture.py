@@ -307,6 +307,17 @@ def _func_jvp(original: Any, here: Callable[[], bool]) -> Any:
     return lambda *args, **kwargs: (gradients.jvp if here() else original)(*args, **kwargs)
 
 
+def _vmap_whole(original: Any, here: Callable[[], bool]) -> Any:
+    """torch.vmap chunk by chunk, which torch.export cannot follow: all at once, with the same result."""
+
+    def call(
+        func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kw: Any
+    ) -> Any:
+        return original(func, in_dims, out_dims, randomness, None if here() else chunk_size, *args, **kw)
+
+    return call
+
+
 def _batch_norm_forward(original: Any, here: Callable[[], bool]) -> Any:
     """BatchNorm with momentum=None: a cumulative average, whose factor torch takes out of a tensor."""
 
@@ -340,6 +351,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.autograd.grad_mode.inference_mode, "__exit__", _inference_exit),
     (torch.amp.autocast_mode.autocast, "__init__", _autocast_init),
     (torch.amp.autocast_mode, "_cast", _autocast_cast),
+    ("torch._functorch.apis", "vmap_impl", _vmap_whole),
     (eager_transforms, "grad_and_value_impl", _func_grad_and_value),
     (eager_transforms, "_vjp_with_argnums", _func_vjp),
     (eager_transforms, "_jvp_with_argnums", _func_jvp),

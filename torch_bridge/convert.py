@@ -13,6 +13,7 @@ from torch_bridge.initialise import Initialiser, held
 from torch_bridge.inputs import describe
 from torch_bridge.journal import stand_ins
 from torch_bridge.module import JaxModule
+from torch_bridge.offsets import OFFSET, offset_like
 from torch_bridge.precision import precision_of
 from torch_bridge.programs import make_programs
 from torch_bridge.signature import names_of
@@ -74,11 +75,13 @@ def convert(
     def arrays(tensors: Mapping[str, torch.Tensor], *, computed: bool = False) -> dict[str, Any]:
         return {name: held(name, tensor, computed=computed) for name, tensor in known(tensors).items()}
 
-    buffers = arrays(names.buffers, computed=True)
+    params, frozen, buffers = arrays(names.params), arrays(names.frozen), arrays(names.buffers, computed=True)
+    offsets = {n + OFFSET: offset_like(v) for n, v in params.items() if n + OFFSET in written}
+    state = {**buffers, **frozen, **offsets}
     return JaxModule(
-        params=arrays(names.params),
-        frozen=arrays(names.frozen),
-        model_state={name: value for name, value in buffers.items() if name in written},
+        params=params,
+        frozen={name: value for name, value in frozen.items() if name not in written},
+        model_state={name: value for name, value in state.items() if name in written},
         constants={name: value for name, value in buffers.items() if name not in written},
         aliases=dict(names.aliases),
         batch=inputs.batch(

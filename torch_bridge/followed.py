@@ -56,7 +56,8 @@ def follow(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, An
     """
     if _has_setup(function):
         signature = inspect.signature(function.forward)
-        placed = signature.bind_partial(*args).arguments  # torch 2.11 leaves what it placed among the keywords
+        # torch 2.11 leaves what it has placed among the keywords.
+        placed = signature.bind_partial(*args).arguments
         bound = signature.bind(*args, **{key: value for key, value in kwargs.items() if key not in placed})
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs

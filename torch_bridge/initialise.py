@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from torch_bridge.errors import BridgeError, message
@@ -59,14 +60,20 @@ class Initialiser:
     def maker(self, name: str, value: Any) -> Any:
         """The value held for a name, or what makes it from a key where only its shape is held.
 
+        What is no tensor of the module (an offset, see `offsets`) begins with zeros.
+
         Raises:
             BridgeError: nothing was recorded of it, or an operator cannot be replayed.
         """
         if not isinstance(value, jax.ShapeDtypeStruct):
             return value
         if name not in self._makers:
-            self._makers[name] = _maker(name, self._tensors[name])
+            self._makers[name] = _maker(name, self._tensors[name]) if name in self._tensors else _zeros(value)
         return self._makers[name]
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Maker:
+    return lambda _key: jnp.zeros(like.shape, like.dtype)
 
 
 def _maker(name: str, tensor: torch.Tensor) -> Maker:

@@ -7,7 +7,7 @@ tensor that a step could change; the module itself is kept to export it at shape
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch_bridge.errors import BridgeError, message
 from torch_bridge.initialise import Initialiser, Variables
 from torch_bridge.inputs import split_batch
 from torch_bridge.interpret import draws_random, run
+from torch_bridge.offsets import as_offsets, with_offsets, without_offsets
 from torch_bridge.programs import Program, Programs
 from torch_bridge.signature import Destination, Source
 from torch_bridge.tensors import to_jax, to_torch
@@ -65,7 +66,7 @@ class JaxModule:
     Args:
         params: trainable parameters, by torch's names.
         frozen: parameters with requires_grad=False.
-        model_state: buffers that forward writes.
+        model_state: buffers that forward writes, and what it writes of parameters (see `offsets`).
         constants: buffers that it only reads.
         aliases: other name of a tied tensor -> the name it has here.
         batch: the example call: a tuple of args, a dict of kwargs, or {"args": ..., "kwargs": ...}.
@@ -134,12 +135,11 @@ class JaxModule:
         tensors = [_array(value) for value in self.programs.wrapper.inputs.bind(args, kwargs)]
         program, rows = self.programs.at(_shapes(tensors))
         results = program.outputs(Destination.RESULT)[: _num_tensors(program)]
-        written = program.outputs(Destination.BUFFER)
         known = {**params, **(self.frozen if frozen is None else frozen), **buffers}
         inputs = _graph_inputs(program, known, tensors)
-        values = run(program.graph, inputs, (results, written), rows=rows, rng=rng)
+        values = run(program.graph, inputs, (results, program.written), rows=rows, rng=rng)
         outputs = _rebuilt(program, values[0])
-        return outputs, {**buffers, **dict(zip(program.signature.written, values[1], strict=True))}
+        return outputs, {**buffers, **_new_state(program, values[1], params)}
 
     def init(self, rng: Any) -> Variables:
         """First values of everything, from the distributions that the module's constructor draws from.
@@ -179,7 +179,7 @@ class JaxModule:
     def takes(self) -> tuple[str, ...]:
         """Which of rng, model_state, frozen the loss function needs."""
         program = self.programs.first
-        wanted = (program.loss, program.outputs(Destination.BUFFER))
+        wanted = (program.loss, program.written)
         needed = {
             "rng": draws_random(program.graph, program.graph.needed(wanted)),
             "model_state": bool(self.model_state),
@@ -261,12 +261,11 @@ class JaxModule:
         tensors = [_array(value) for value in self.programs.wrapper.inputs.bind_batch(batch)]
         program, rows = self.programs.at(_shapes(tensors))
         known = {**params, **(frozen or {}), **self.constants, **(model_state or {})}
-        written = program.outputs(Destination.BUFFER)
         inputs = _graph_inputs(program, known, tensors)
-        loss, new = run(program.graph, inputs, (program.loss, written), rows=rows, rng=rng)
+        loss, new = run(program.graph, inputs, (program.loss, program.written), rows=rows, rng=rng)
         if not self.model_state:
             return loss
-        state = dict(zip(program.signature.written, new, strict=True))
+        state = _new_state(program, new, params)
         return ModuleLoss(loss=loss, model_state={name: state[name] for name in self.model_state})
 
     def to_state_dict(
@@ -302,7 +301,7 @@ class JaxModule:
             buffers = buffers or getattr(state, "model_state", None)
             frozen = frozen or getattr(state, "frozen", None)
             state = state.params
-        return {**self.frozen, **self.buffers, **(frozen or {}), **(buffers or {}), **state}
+        return with_offsets({**self.frozen, **self.buffers, **(frozen or {}), **(buffers or {}), **state})
 
     def from_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> "JaxModule":
         """This module with the values of a torch state_dict.
@@ -349,7 +348,10 @@ class JaxModule:
 
             roles = ("params", "frozen", "model_state")
             parts = {role: getattr(state, role) for role in roles if getattr(state, role) is not None}
-            return state.replace(**{role: filled(part, found, in_place) for role, part in parts.items()})
+            read = {role: filled(part, found, in_place) for role, part in parts.items()}
+            if "model_state" in read:
+                read["model_state"] = without_offsets(read["model_state"], read["params"])
+            return state.replace(**read)
 
     def save_safetensors(self, state: Any, path: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write what the module's state_dict would hold, tied tensors once, one tensor at a time.
@@ -365,11 +367,12 @@ class JaxModule:
         write(path, list(saved_values(self.programs.names, values)), shard_bytes=shard_bytes)
 
     def _with(self, found: Mapping[str, str], read: Callable[[str, Any], Any]) -> "JaxModule":
+        params = filled(self.params, found, read)
         return replace(
             self,
-            params=filled(self.params, found, read),
+            params=params,
             frozen=filled(self.frozen, found, read),
-            model_state=filled(self.model_state, found, read),
+            model_state=without_offsets(filled(self.model_state, found, read), params),
             constants=filled(self.constants, found, read),
         )
 
@@ -394,6 +397,7 @@ def _shapes(tensors: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
 
 def _graph_inputs(program: Program, known: Mapping[str, Any], tensors: list[Any]) -> list[Any]:
     values: list[Any] = []
+    known = with_offsets(known)
     for source, key in program.signature.inputs:
         if source is Source.ARGUMENT:
             values.append(tensors[key])
@@ -402,6 +406,10 @@ def _graph_inputs(program: Program, known: Mapping[str, Any], tensors: list[Any]
         else:
             values.append(known.get(key))
     return values
+
+
+def _new_state(program: Program, values: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    return as_offsets(dict(zip(program.signature.written, values, strict=True)), params)
 
 
 def _num_tensors(program: Program) -> int:

@@ -52,10 +52,15 @@ class Program:
     num_copies: int
     validity: Validity | None = None
 
-    def outputs(self, destination: Destination) -> tuple[Any, ...]:
+    def outputs(self, *destinations: Destination) -> tuple[Any, ...]:
         """The graph's outputs that go there, in order."""
         pairs = zip(self.graph.outputs, self.signature.outputs, strict=True)
-        return tuple(value for value, (where, _) in pairs if where is destination)
+        return tuple(value for value, (where, _) in pairs if where in destinations)
+
+    @property
+    def written(self) -> tuple[Any, ...]:
+        """The graph's outputs that are new state, one for each name in `signature.written`."""
+        return self.outputs(Destination.BUFFER, Destination.PARAMETER)
 
     def serves(self, rows: int) -> bool:
         """Whether it holds at this number of rows.

@@ -135,6 +135,31 @@ def ctc_loss(
 
 
 @functools.cache
+def counts() -> Any:
+    """An operator: how often each of 0 to length - 1 is there; all are -1 (or NaN) if one is not below."""
+
+    @torch.library.custom_op("torch_bridge::counts", mutates_args=())
+    def counted(x: torch.Tensor, weights: torch.Tensor | None, length: int) -> torch.Tensor:
+        found = torch.bincount(x, weights, length)
+        return found if found.shape[0] == length else torch.full_like(found[:length], -1)
+
+    @counted.register_fake
+    def _(x: torch.Tensor, weights: torch.Tensor | None, length: int) -> torch.Tensor:
+        narrow = weights is not None and weights.dtype == torch.float32
+        dtype = torch.int64 if weights is None else torch.float32 if narrow else torch.float64
+        return x.new_empty(length, dtype=dtype)
+
+    return counted._opoverload
+
+
+def bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """With a length that is said, just that long: torch makes it longer where a value is not below it."""
+    if not minlength:
+        return torch.bincount(x, weights)
+    return counts()(x, weights, minlength)
+
+
+@functools.cache
 def least_squares() -> Any:
     """An operator: (solution of least norm, rank); singular values up to rcond of the largest count as 0."""
 
@@ -195,6 +220,8 @@ _REWRITTEN: dict[Any, Callable[..., Any]] = {
     functional.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
     torch.linalg.lstsq: lstsq,
+    torch.bincount: bincount,
+    torch.Tensor.bincount: bincount,
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.offsets import OFFSET
 from torch_bridge.program import Graph, Node, Ref
 
 PREFIX = "module."
@@ -87,7 +88,8 @@ class Source(enum.Enum):
 class Destination(enum.Enum):
     """Where an output of the graph goes."""
 
-    BUFFER = "buffer"
+    BUFFER = "buffer"  # or a frozen parameter
+    PARAMETER = "parameter"  # a trainable one
     ARGUMENT = "argument"  # new value of an argument that forward writes: not returned
     RESULT = "result"
     TOKEN = "token"  # order of side effects: no value
@@ -103,12 +105,9 @@ class Signature:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Owner names of the buffers that the module writes."""
-        return tuple(
-            name
-            for destination, name in self.outputs
-            if destination is Destination.BUFFER and name is not None
-        )
+        """Names of the state that the module writes: buffers, frozen parameters, offsets of parameters."""
+        suffixes = {Destination.BUFFER: "", Destination.PARAMETER: OFFSET}
+        return tuple(f"{name}{suffixes[where]}" for where, name in self.outputs if where in suffixes)
 
 
 def read_signature(program: torch.export.ExportedProgram, names: Names) -> Signature:
@@ -147,15 +146,11 @@ def _destination(spec: Any, names: Names) -> tuple[Destination, str | None]:
         return Destination.TOKEN, None
     if spec.kind is OutputKind.USER_INPUT_MUTATION:
         return Destination.ARGUMENT, None
-    if spec.kind is OutputKind.BUFFER_MUTATION:
-        return Destination.BUFFER, names.owner(spec.target.removeprefix(PREFIX))
-    raise BridgeError(
-        message(
-            f"forward writes {spec.target.removeprefix(PREFIX)}, a parameter.",
-            hint="keep what forward writes in a buffer (register_buffer); clamp or normalise a parameter "
-            "where it is used (weight.clamp(0), torch.nn.utils.parametrize), or after the optimizer's step",
-        )
-    )
+    name = names.owner(spec.target.removeprefix(PREFIX))
+    if spec.kind is OutputKind.PARAMETER_MUTATION and name in names.params:
+        return Destination.PARAMETER, name
+    assert spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION), "exports train nothing"
+    return Destination.BUFFER, name
 
 
 def read_graph(fx_graph: torch.fx.Graph, owner: torch.nn.Module) -> Graph:

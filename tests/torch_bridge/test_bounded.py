@@ -62,6 +62,7 @@ REDUCED: dict[str, Case] = {
     "entropy": lambda x, y, ids: [_entropy(x[ids > 0].softmax(0)), _negative(x[ids > 0].log_softmax(0))],
     "three best": lambda x, y, ids: x[ids > 0, 0].topk(3).values + x[ids > 0].sort(-1).values.mean(),
     "running sum": lambda x, y, ids: x[ids > 0].cumsum(0).square().mean(),
+    "joined": lambda x, y, ids: torch.cat([x[ids > 0], y[0], y[ids > 1] * 2]).std(0),
     "masked_select": lambda x, y, ids: x.masked_select((ids > 0)[..., None]).square().mean(),
 }
 PRODUCTS: dict[str, Case] = {
@@ -112,6 +113,34 @@ def _dispatched(x: Any, y: Any, ids: Any) -> Any:
     return out
 
 
+def _cut(x: Any, y: Any, ids: Any) -> Any:
+    """Rows in the order of their experts, cut at how many each has, and put together again."""
+    order, sizes = ids.flatten().argsort(stable=True), ids.flatten().bincount(minlength=3).tolist()
+    parts = x.flatten(0, 1)[order].split(sizes)
+    mixed = torch.cat([part.exp() @ y[n, :3] for n, part in enumerate(parts)])
+    return mixed, torch.zeros_like(mixed).index_copy(0, order, mixed.softmax(0)), parts[1].mean(0)
+
+
+def _counted(x: Any, y: Any, ids: Any) -> Any:
+    """Lengths that are said, that torch finds out, and that the graph tells."""
+    flat = ids.flatten()
+    return [
+        flat.bincount(minlength=4),
+        flat.bincount(y.detach()[..., 0].flatten(), minlength=3),
+        torch.bincount(flat) * x[0, 0],
+        torch.bincount(x.topk(2).indices.flatten()).float().std(),
+        torch.bincount(flat * 2 + 1).float()[flat].mean() + torch.bincount(flat % 2).sum() + x[0, flat].sum(),
+        torch.bincount(torch.tensor([1, 4])),
+    ]
+
+
+def _known(x: Any, y: Any, ids: Any) -> Any:
+    """Masks that no argument has a part in: their rows are so many, and may be returned."""
+    even = torch.arange(6) % 2 == 0
+    upper = torch.ones(6, 3).triu().bool()
+    return x[:, even], F.conv1d(y[:, even].mT, x[:2, :3, :2]), x[:, upper], y[0].masked_select(upper).flip(0)
+
+
 def _written(x: Any, y: Any, ids: Any) -> Any:
     out = y.clone()
     out[ids > 0] = x[ids > 0] * 2
@@ -126,6 +155,9 @@ def _written_by_index(x: Any, y: Any, ids: Any) -> Any:
 
 WRITTEN: dict[str, Case] = {
     "experts": _dispatched,
+    "cut and joined": _cut,
+    "counted": _counted,
+    "known": _known,
     "back in place": _written,
     "back by index": _written_by_index,
     "masked_scatter": lambda x, y, ids: x.masked_scatter(ids[..., None] > 0, y[ids > 0] * 2),
@@ -175,7 +207,6 @@ REFUSED: dict[str, Case] = {
     "from the end": lambda x, y, ids: x[ids > 0][-1],
     "cut": lambda x, y, ids: x[ids > 0][1:].sum(),
     "turned round": lambda x, y, ids: x[ids > 0].flip(0).cumsum(0).sum(),
-    "joined": lambda x, y, ids: torch.cat([x[ids > 0], y[ids > 1]]).std(),
     "its keys": lambda x, y, ids: F.scaled_dot_product_attention(
         y[0][None], x[ids > 0][None], x[ids > 0][None]
     ),

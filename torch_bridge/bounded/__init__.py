@@ -15,17 +15,24 @@ are still whole.
     sources     masks and nonzero, where such tensors come from
     rows        operators that look along the rows: reductions, products, losses
     indices     reading and writing by index
+    parts       cutting at sizes that are values, and joining again
+    counts      bincount, whose length is a value
+    limits      what integers are below, as far as the graph tells
+    constants   values that depend on nothing that is passed in: their sizes are known
 """
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from torch_bridge.bounded import counts as counts
 from torch_bridge.bounded import indices as indices
+from torch_bridge.bounded import parts as parts
 from torch_bridge.bounded import places as places
 from torch_bridge.bounded import rows as rows
 from torch_bridge.bounded import sources as sources
+from torch_bridge.bounded.constants import Constants
 from torch_bridge.bounded.inline import inline_regions
-from torch_bridge.bounded.rewriting import SYMBOLIC, Bounded, shapes
+from torch_bridge.bounded.rewriting import ALWAYS, SYMBOLIC, Bounded, shapes
 
 
 def bound_shapes(program: torch.export.ExportedProgram) -> None:
@@ -39,7 +46,16 @@ def bound_shapes(program: torch.export.ExportedProgram) -> None:
         for node in reversed(graph.nodes):  # comparisons of sizes that nobody asks for
             if isinstance(node.meta.get("val"), SYMBOLIC) and not node.users:
                 graph.erase_node(node)
-    if any(free_unbacked_symbols(shapes(node.meta.get("val"))) for node in module.graph.nodes):
+    if any(_is_concerned(node) for node in module.graph.nodes):
         inline_regions(module)
-        Bounded(module.graph).run()
+        Bounded(module.graph, Constants(_lifted(program))).run()
         module.recompile()
+
+
+def _is_concerned(node: torch.fx.Node) -> bool:
+    return bool(free_unbacked_symbols(shapes(node.meta.get("val")))) or node.target in ALWAYS
+
+
+def _lifted(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    names = program.graph_signature.inputs_to_lifted_tensor_constants
+    return {place: program.constants[name] for place, name in names.items()}  # type: ignore[misc]

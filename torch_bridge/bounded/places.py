@@ -131,18 +131,15 @@ def _row_major(before: Any, after: Any) -> bool:
     return fronts(before) == fronts(after)
 
 
-@rule_for("select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "flip", "roll",
-          "cat", "concat",
-      "unfold", "repeat_interleave", "glu", "diff", "tensor_split")  # fmt: skip
+@rule_for("select", "slice", "narrow", "split", "chunk", "unbind", "flip", "roll", "unfold",
+      "repeat_interleave", "glu", "diff", "tensor_split")  # fmt: skip
 def _other_dims(bounded: Bounded, node: Any) -> Any:
-    """Taking apart and joining along dims whose rows all count; or the first rows of the others."""
-    parts = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+    """Taking apart along dims whose rows all count; or the first rows of the others."""
     named = named_arguments(node)
     name = "dims" if "dims" in named else "dim"
-    for part in parts:
-        met = set(dims_of(node, part, name)) & set(bounded.open_dims(part))
-        if met and not _whole(node, named):
-            raise unknown_shape(node, "rows of a mask are cut, joined or counted from the end")
+    met = set(dims_of(node, node.args[0], name)) & set(bounded.open_dims(node.args[0]))
+    if met and not _whole(node, named):
+        raise unknown_shape(node, "rows of a mask are cut or counted from the end")
     return node
 
 

@@ -25,6 +25,11 @@ def rule(node: Any) -> Rule | None:
     return found or (_RULES["getitem"] if torch.Tag.pointwise in target.tags else None)
 
 
+def rule_of(name: str) -> Rule:
+    """The rule of this name."""
+    return _RULES[name]
+
+
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
     """Make a function the rule of the operators of these names, and of their twins that write in place."""
 

@@ -10,11 +10,13 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from torch_bridge.bounded.registry import rule
+from torch_bridge.bounded.constants import Constants
+from torch_bridge.bounded.registry import rule, rule_of
 from torch_bridge.explain import unknown_shape
 
 aten = torch.ops.aten
 Size = Any  # an int, or a sympy expression in symbols that stand for numbers of rows
+ALWAYS = {aten.bincount.default}  # rewritten also where torch knows the size: its operators do not say it
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -26,21 +28,26 @@ class Bounded:
         counts: symbol -> node of the number of rows, an integer tensor without dims.
         numbers: nodes that were numbers for torch and are such tensors now.
         rooms: symbol -> the most rows there can be.
+        known: symbol -> what it must be, a number or an expression in others.
     """
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(self, graph: torch.fx.Graph, constants: Constants) -> None:
         self.graph = graph
+        self.constants = constants
         self.sizes: dict[Node, tuple[Size, ...]] = {}
         self.counts: dict[Any, Node] = {}
         self.numbers: set[Node] = set()
         self.rooms: dict[Any, int] = {}
+        self.known: dict[Any, Size] = {}
         self.current: Node = next(iter(graph.nodes))
         values = (v for n in graph.nodes for v in pytree.tree_leaves(n.meta.get("val")))
         self.mode = next(v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor))
+        self.in_shapes = {x for n in graph.nodes for x in free_unbacked_symbols(shapes(n.meta.get("val")))}
 
     def run(self) -> None:
         for node in self.graph.nodes:  # fx steps over what is erased meanwhile
             self.current = node
+            self.constants.step(node)
             if node.op == "output" and any(n in self.sizes for n in node.all_input_nodes):
                 opened = next(n for n in node.all_input_nodes if n in self.sizes)
                 raise unknown_shape(opened, "it is returned")
@@ -50,17 +57,21 @@ class Bounded:
 
     def _concerned(self, node: Node) -> bool:
         inputs = any(n in self.sizes or n in self.numbers for n in node.all_input_nodes)
-        return inputs or bool(free_unbacked_symbols(shapes(node.meta.get("val"))))
+        seen = node.meta.get("val")
+        chosen = free_unbacked_symbols([*shapes(seen), *([seen] if isinstance(seen, torch.SymInt) else [])])
+        return inputs or node.target in ALWAYS or not self.in_shapes.isdisjoint(chosen)
 
     def _rewrite(self, node: Node) -> None:
         seen = node.meta.get("val")
-        sizes = pytree.tree_map(self.shape_seen, seen)
         found = rule(node)
+        if found is None and self._is_settled(node):
+            found = rule_of("getitem")
         if found is None:
             raise unknown_shape(node)
         result = found(self, node)
         if result is None:
             return
+        sizes = pytree.tree_map(self.shape_seen, seen)
         if result is node:
             node.meta["val"] = self.value(node.target, node.args, node.kwargs)
         if isinstance(result, tuple):
@@ -73,8 +84,17 @@ class Bounded:
         if isinstance(seen, SYMBOLIC) and isinstance(result, Node):
             self.numbers.add(result)
         if result is not node:
-            node.replace_all_uses_with(result)
+            for user in list(node.users):
+                user.args, user.kwargs = torch.fx.map_arg(
+                    (user.args, user.kwargs), lambda n: result if n is node else n
+                )
             self.graph.erase_node(node)
+
+    def _is_settled(self, node: Node) -> bool:
+        """Whether a node's shapes are all known by now, and those of what it reads."""
+        inputs = any(n in self.sizes or n in self.numbers for n in node.all_input_nodes)
+        found = pytree.tree_map(self.shape_seen, pytree.tree_leaves(node.meta.get("val")))
+        return not inputs and not any(map(_is_open, found))
 
     def _check(self, result: Node, sizes: tuple[Size, ...]) -> None:
         """See that a result has the room that torch's shape asks for: a rule may not suit the arguments."""
@@ -99,6 +119,7 @@ class Bounded:
         kept = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
         node.meta = {key: self.current.meta[key] for key in kept if key in self.current.meta}
         node.meta["val"] = self.value(target, args, kwargs)
+        self.constants.step(node)
         return node
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -111,7 +132,14 @@ class Bounded:
         """Shape of a tensor, with expressions for sizes that depend on values."""
         if not isinstance(value, torch.Tensor):
             return None
-        return _Shape(s.node.expr if isinstance(s, torch.SymInt) else int(s) for s in value.shape)
+        return _Shape(self.size_seen(size) for size in value.shape)
+
+    def size_seen(self, size: Any) -> Size:
+        """A size, or an expression in the symbols that nothing is known of."""
+        expression = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size).subs(
+            self.known
+        )
+        return int(expression) if expression.is_Integer else sympy.expand(expression)
 
     def seen(self, node: Node) -> tuple[Size, ...]:
         """The shape that torch sees, of any tensor."""
@@ -124,29 +152,44 @@ class Bounded:
 
     def room(self, size: Size) -> int:
         """The most that a size can be."""
-        if _is_fixed(size):
-            return int(size)
-        known = sympy.sympify(size).subs(self.rooms)
-        if not known.is_Integer:
-            raise unknown_shape(self.current)
-        return int(known)
+        return sum(max(scale, 0) * self.rooms[symbol] for symbol, scale in self._terms(size)) + _offset(size)
 
     def number(self, size: Size) -> Any:
-        """What a size is: an int, or a node; sizes on a line in one number of rows are known."""
-        if _is_fixed(size):
-            return int(size)
-        (symbol, *others) = sympy.sympify(size).free_symbols
-        scale = sympy.diff(size, symbol)
-        if others or symbol not in self.counts or not scale.is_Integer:
-            raise unknown_shape(self.current)
-        offset = int(sympy.simplify(size - scale * symbol))
-        found = self.counts[symbol]
-        found = found if scale == 1 else self.emit(aten.mul.Tensor, found, int(scale))
-        return found if offset == 0 else self.emit(aten.add.Tensor, found, offset)
+        """What a size is: an int, or a node."""
+        total: Any = None
+        for symbol, scale in self._terms(size):
+            count = self.counts[symbol]
+            term = count if scale == 1 else self.emit(aten.mul.Tensor, count, scale)
+            total = term if total is None else self.emit(aten.add.Tensor, total, term)
+        offset = _offset(size)
+        return (
+            offset if total is None else total if offset == 0 else self.emit(aten.add.Tensor, total, offset)
+        )
 
-    def bind(self, size: Size, room: int, count: Node) -> None:
+    def most(self, symbol: Any) -> int | None:
+        """The most that torch knows a symbol to be, None if that is nothing."""
+        upper = self.mode.shape_env.var_to_range[symbol].upper if symbol.is_Symbol else None
+        return int(upper) if upper is not None and upper.is_Integer else None
+
+    def _terms(self, size: Size) -> list[tuple[Any, int]]:
+        """(symbol, how often) of a size that is a sum of numbers of rows.
+
+        Raises:
+            BridgeError: it is none, or has a symbol of which nothing is known.
+        """
+        if _is_fixed(size):
+            return []
+        symbols = sorted(size.free_symbols, key=str)
+        scales = [sympy.diff(size, symbol) for symbol in symbols]
+        if not all(scale.is_Integer for scale in scales) or not self.rooms.keys() >= set(symbols):
+            raise unknown_shape(self.current)
+        return [(symbol, int(scale)) for symbol, scale in zip(symbols, scales, strict=True)]
+
+    def bind(self, size: Size, room: int, count: Node | int) -> None:
         """Say how many rows a new symbol stands for."""
-        if isinstance(size, sympy.Symbol):
+        if isinstance(size, sympy.Symbol) and isinstance(count, int):
+            self.known[size] = count
+        elif isinstance(size, sympy.Symbol):
             self.counts[size], self.rooms[size] = count, room
         elif not _is_fixed(size):
             raise unknown_shape(self.current)
@@ -188,6 +231,11 @@ class _Shape(tuple[Size, ...]):
     """A shape that pytrees leave whole."""
 
     __slots__ = ()
+
+
+def _offset(size: Size) -> int:
+    """What a size that is a sum of numbers of rows has besides them."""
+    return int(size) if _is_fixed(size) else int(size.subs(dict.fromkeys(size.free_symbols, 0)))
 
 
 def _finite(fill: float, dtype: torch.dtype) -> float | bool:

@@ -12,12 +12,20 @@ from torch_bridge.explain import unknown_shape
 aten = torch.ops.aten
 
 
-def _places(bounded: Bounded, mask: Node) -> tuple[list[Node], Node]:
-    """(one index for each dim of a mask, number of true places); further rows repeat the first place."""
+def _places(bounded: Bounded, mask: Node) -> tuple[list[Node], Node | int]:
+    """(one index for each dim of a mask, number of true places); further rows repeat the first place.
+
+    The places of a mask that no argument has a part in are just as many.
+    """
+    known = bounded.constants.value(mask)
     mask = bounded.filled(mask, 0)
     value = mask.meta["val"]
     if value.dtype != torch.bool:
         mask = bounded.emit(aten.ne.Scalar, mask, 0)
+    if known is not None:
+        number = int(known.count_nonzero())
+        found = bounded.emit(aten.nonzero_static.default, mask, size=number, fill_value=0)
+        return [bounded.emit(aten.select.int, found, 1, dim) for dim in range(value.ndim)], number
     room, device = value.numel(), value.device
     found = bounded.emit(aten.nonzero_static.default, mask, size=room, fill_value=0)
     count = bounded.emit(aten.sum.default, mask)
@@ -28,7 +36,7 @@ def _places(bounded: Bounded, mask: Node) -> tuple[list[Node], Node]:
     return [bounded.emit(aten.select.int, found, 1, dim) for dim in range(value.ndim)], count
 
 
-def _bind(bounded: Bounded, value: torch.Tensor, dim: int, room: int, count: Node) -> None:
+def _bind(bounded: Bounded, value: torch.Tensor, dim: int, room: int, count: Node | int) -> None:
     bounded.bind(bounded.shape_seen(value)[dim], room, count)
 
 
@@ -52,12 +60,12 @@ def _masked_select(bounded: Bounded, node: Any) -> Any:
     bounded.graph.erase_node(x)
     columns, count = _places(bounded, parts[1])
     _bind(bounded, node.meta["val"], 0, shape.numel(), count)
-    return _there(bounded, bounded.emit(aten.index.Tensor, parts[0], columns), count)
+    return there(bounded, bounded.emit(aten.index.Tensor, parts[0], columns), count)
 
 
-def _there(bounded: Bounded, x: Node, count: Node) -> Node:
+def there(bounded: Bounded, x: Node, count: Node | int) -> Node:
     """Where a mask is false everywhere, ones: they have finite gradients whatever becomes of them."""
-    if not x.meta["val"].is_floating_point():
+    if isinstance(count, int) or not x.meta["val"].is_floating_point():
         return x
     some = bounded.emit(aten.gt.Scalar, count, 0)
     return bounded.emit(aten.where.ScalarOther, some, x, 1.0)
@@ -71,14 +79,16 @@ def _index(bounded: Bounded, node: Any) -> Any:
         _bind(bounded, node.meta["val"], dim_of_result, room, count)
     result = bounded.emit(node.target, x, opened)
     for _, count, _, _ in counts:
-        result = _there(bounded, result, count)
+        result = there(bounded, result, count)
     return result
 
 
-def opened_indices(bounded: Bounded, indices: Any) -> tuple[list[Any], list[tuple[Node, Node, int, int]]]:
+def opened_indices(
+    bounded: Bounded, indices: Any
+) -> tuple[list[Any], list[tuple[Node, Node | int, int, int]]]:
     """Indices with masks as places, and (mask, count, room, dim of the result) of each mask."""
     opened: list[Any] = []
-    masks: list[tuple[Node, Node, int]] = []
+    masks: list[tuple[Node, Node | int, int]] = []
     for index in indices:
         if index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8):
             columns, count = _places(bounded, index)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -37,6 +38,18 @@ def embedding(
     if padding_idx < 0:
         return rows
     return jnp.where((index == padding_idx)[..., None], lax.stop_gradient(rows), rows)
+
+
+@lowering(aten.embedding_renorm.default)
+def embedding_renorm(weight: Any, index: Any, max_norm: float, norm_type: float) -> Any:
+    """The table with the rows that are read made no longer than `max_norm`."""
+    rows = weight[index]
+    length = jnp.linalg.norm(
+        rows.astype(jnp.promote_types(rows.dtype, np.float32)), norm_type, -1, keepdims=True
+    )
+    # torch's 1e-7 keeps a row that is divided by its length a little below the limit.
+    shorter = (rows * (max_norm / (length + 1e-7))).astype(rows.dtype)
+    return weight.at[index].set(jnp.where(length > max_norm, shorter, rows))
 
 
 @lowering(aten.gather.default)

@@ -15,6 +15,15 @@ def least_squares(a: Any, b: Any, rcond: float) -> tuple[Any, Any]:
     return pinv_tensor(a, rtol=rcond) @ b, matrix_rank(a, rtol=rcond)
 
 
+@lowering_by_name("torch_bridge::counts")
+def counts(x: Any, weights: Any, length: int) -> Any:
+    """A value beyond the length, for which torch would make a longer result, spoils all of them."""
+    amounts = 1 if weights is None else lax.stop_gradient(weights)
+    dtype = jnp.int32 if weights is None else jnp.result_type(weights.dtype, jnp.float32)
+    found = jnp.zeros(length, dtype).at[x].add(amounts, mode="drop")
+    return jnp.where(jnp.all(x < length), found, -1 if weights is None else jnp.nan)
+
+
 @lowering_by_name("torch_bridge::ctc_loss")
 def ctc_loss(
     log_probs: Any,

@@ -106,7 +106,8 @@ def _torch_training(module: nn.Module, batch: Batch, inputs: bool) -> Values:
             # Parameters without a gradient move by nothing, as in JAX.
             optimizer.step()
     values |= {("parameter", name): _numpy(p) for name, p in trained.items()}
-    return values | {("state", name): _numpy(b) for name, b in module.named_buffers()}
+    frozen = {name: p for name, p in named.items() if name not in trained}
+    return values | {("state", name): _numpy(b) for name, b in [*module.named_buffers(), *frozen.items()]}
 
 
 def in_jax(
@@ -155,7 +156,8 @@ def _jax_training(converted: torch_bridge.JaxModule, call: Callable[..., Any], b
             values |= {("gradient", f"input {i}"): np.asarray(g) for i, g in of_inputs.items()}
         updates, state = optimizer.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
-    values |= {("parameter", name): np.asarray(p) for name, p in params.items()}
+    saved = converted.to_state_dict(params, buffers)
+    values |= {("parameter", name): _numpy(saved[name]) for name in params}
     return values | {("state", name): np.asarray(b) for name, b in buffers.items()}
 
 
