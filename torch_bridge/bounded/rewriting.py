@@ -168,7 +168,8 @@ class Bounded:
 
     def most(self, symbol: Any) -> int | None:
         """The most that torch knows a symbol to be, None if that is nothing."""
-        upper = self.mode.shape_env.var_to_range[symbol].upper if symbol.is_Symbol else None
+        known = self.mode.shape_env
+        upper = known.var_to_range[symbol].upper if known is not None and symbol.is_Symbol else None
         return int(upper) if upper is not None and upper.is_Integer else None
 
     def _terms(self, size: Size) -> list[tuple[Any, int]]:
@@ -187,12 +188,14 @@ class Bounded:
 
     def bind(self, size: Size, room: int, count: Node | int) -> None:
         """Say how many rows a new symbol stands for."""
-        if isinstance(size, sympy.Symbol) and isinstance(count, int):
-            self.known[size] = count
-        elif isinstance(size, sympy.Symbol):
-            self.counts[size], self.rooms[size] = count, room
-        elif not _is_fixed(size):
+        if _is_fixed(size):
+            return
+        if not isinstance(size, sympy.Symbol):
             raise unknown_shape(self.current)
+        if isinstance(count, int):
+            self.known[size] = count
+        else:
+            self.counts[size], self.rooms[size] = count, room
 
     def counted(self, node: Node, dim: int) -> Node:
         """Which rows of a dim count, with as many dims as the tensor so that it broadcasts."""
