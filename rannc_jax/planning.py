@@ -343,12 +343,12 @@ def _assemble(
         bubble_fraction=decision.bubble_fraction,
         bound_s=decision.bound_s,
         runners_up=decision.runners_up,
-        notes=(*_batch_notes(graph, decision), *_loop_notes(graph), *decision.notes),
+        notes=(*_batch_notes(graph, decision, request.constraints), *_loop_notes(graph), *decision.notes),
         versions={"rannc_jax": _version(), "jax": jax.__version__, "numpy": np.__version__},
     )
 
 
-def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
+def _batch_notes(graph: Graph, decision: Decision, constraints: Constraints) -> tuple[str, ...]:
     notes = []
     firsts = {coupling.kind: coupling for coupling in reversed(graph.info.couplings)}
     for coupling in firsts.values():
@@ -364,6 +364,9 @@ def _batch_notes(graph: Graph, decision: Decision) -> tuple[str, ...]:
             notes.append(
                 f"examples see each other ({coupling.primitive} in {where}), split by allow_coupled."
             )
+    limit = constraints.said("memory_limit_bytes", "memory_margin")
+    if limit:
+        notes.append(f"planned with {limit}; the limits shown are those of the mesh.")
     if any(leaf.role is Role.RNG for leaf in graph.program.inputs):
         notes.append("random numbers are drawn a microbatch at a time: they depend on num_microbatches.")
     if graph.info.loss is not None and graph.info.loss.kind is LossKind.MEAN_OF_MEANS:

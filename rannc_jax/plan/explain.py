@@ -6,7 +6,7 @@ Everything is read off the plan; nothing is searched or simulated again.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rannc_jax.cluster import LinkSpec
+from rannc_jax.plan.moves import transfers
 from rannc_jax.plan.text import MEMORY_WORDS, devices_text, grid
 from rannc_jax.words import count, gib, ms, schedule_words
 
@@ -53,9 +53,8 @@ def _shape(plan: "Plan") -> str:
         return f"{name} over {count(counts[0], 'device')}" if counts[0] > 1 else "one device"
     ranks = len(ranks_of(plan))
     over = "" if ranks == plan.num_stages else f" over {ranks} groups of devices"
-    return (
-        f"a pipeline of {plan.num_stages} stages{over} x {replicas} replicas, {schedule_words(plan.schedule)}"
-    )
+    copies = "1 replica" if replicas == "1" else f"{replicas} replicas"
+    return f"a pipeline of {plan.num_stages} stages{over} x {copies}, {schedule_words(plan.schedule)}"
 
 
 def _work_s(plan: "Plan", stages: list[int]) -> float:
@@ -63,21 +62,30 @@ def _work_s(plan: "Plan", stages: list[int]) -> float:
     return plan.num_microbatches * sum(each)
 
 
+def _tail_s(plan: "Plan", stages: list[int]) -> float:
+    return sum(plan.stages[s].tail_s for s in stages)
+
+
 def _where_it_goes(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[str]:
-    """The step in three parts, and the gap."""
-    busiest_s = max(_work_s(plan, stages) for stages in ranks.values())
-    tail_s = max(sum(plan.stages[s].tail_s for s in stages) for stages in ranks.values())
-    waiting_s = max(0.0, plan.step_s - busiest_s - tail_s)
+    """The step in three parts, on the devices that have most to do, and the gap."""
+    devices = max(ranks, key=lambda d: _work_s(plan, ranks[d]) + _tail_s(plan, ranks[d]))
+    work_s, tail_s = _work_s(plan, ranks[devices]), _tail_s(plan, ranks[devices])
     whole = plan.step_s or 1.0
-    yield (
-        f"the busiest rank works {ms(busiest_s)} ms ({busiest_s / whole:.0%}); filling, draining and "
-        f"transfers {ms(waiting_s)} ms ({waiting_s / whole:.0%}); reduction and update up to {ms(tail_s)} ms"
-    )
+    parts = {"forward and backward": work_s, "reduction and update": tail_s}
+    if len(ranks) > 1:
+        parts["filling, draining and waiting"] = max(0.0, plan.step_s - work_s - tail_s)
+    said = ", ".join(f"{ms(part_s)} ms ({part_s / whole:.0%}) {name}" for name, part_s in parts.items())
+    yield f"most to do on {_stages(ranks[devices])}: {said}" if len(ranks) > 1 else said
     parts = count(plan.num_microbatches, "microbatch")
     yield f"idle share of the timeline {plan.bubble_fraction:.1%}, {parts}"
     if plan.bound_s > 0:
-        gap = plan.step_s / plan.bound_s - 1
-        yield f"no plan is faster than {ms(plan.bound_s)} ms: this one is at most {gap:.1%} above the best"
+        times = plan.step_s / plan.bound_s
+        yield f"no plan is faster than {ms(plan.bound_s)} ms; this one takes {times:.2f} times as long"
+
+
+def _stages(stages: list[int]) -> str:
+    """As a sentence has it: stage 2, or stages 0, 4."""
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _limits(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[str]:
@@ -91,11 +99,12 @@ def _balance(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[
     devices = max(works, key=lambda d: works[d])
     if mean > 0 and works[devices] > UNBALANCED * mean:
         stages = ranks[devices]
-        names = ", ".join(map(str, stages))
-        alone = len(stages) == 1 and len(plan.stages[stages[0]].blocks) == 1
-        path = plan.blocks[plan.stages[stages[0]].blocks[0]].path
-        why = f": its one block ({path or 'unnamed'}) cannot be cut further" if alone else ""
-        yield f"a heavy block: stage {names} works {works[devices] / mean - 1:.0%} more than the mean{why}"
+        more = f"{works[devices] / mean - 1:.0%} more than the mean"
+        if len(stages) == 1 and len(plan.stages[stages[0]].blocks) == 1:
+            path = plan.blocks[plan.stages[stages[0]].blocks[0]].path or "unnamed"
+            yield f"a heavy block: stage {stages[0]} works {more}, and is a single block ({path})"
+        else:
+            yield f"balance: {more} to do on {_stages(stages)}"
 
 
 def _memory(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[str]:
@@ -110,8 +119,7 @@ def _memory(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[s
                 classes[name] = classes.get(name, 0) + size
         most = sorted(classes.items(), key=lambda item: -item[1])[:3]
         parts = ", ".join(f"{name} {gib(size)}" for name, size in most)
-        names = ", ".join(map(str, ranks[fullest]))
-        yield f"memory: stage {names} fills {share:.0%} of what its devices may use ({parts})"
+        yield f"memory: {share:.0%} of what devices may use is filled on {_stages(ranks[fullest])} ({parts})"
         if saved:
             yield f"memory: residuals are computed again ({', '.join(saved)}) to fit"
     if sharded:
@@ -129,32 +137,22 @@ def _fullness(plan: "Plan", devices: tuple[int, ...], stages: list[int]) -> floa
 
 
 def _links(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[str]:
-    tails = {devices: sum(plan.stages[s].tail_s for s in stages) for devices, stages in ranks.items()}
-    devices = max(tails, key=lambda d: tails[d])
-    if plan.step_s and tails[devices] > MUCH * plan.step_s:
-        names = ", ".join(map(str, ranks[devices]))
-        yield f"the end of the step: reduction and update of stage {names} take {ms(tails[devices])} ms"
-    rows = plan.rows / plan.num_microbatches
-    moved: dict[tuple[int, int], float] = {}
-    for crossing in plan.crossings:
-        for target in crossing.targets:
-            pair = (crossing.source, target)
-            moved[pair] = moved.get(pair, 0.0) + crossing.bytes_per_row * rows + crossing.fixed_bytes
-    for (source, target), num_bytes in sorted(moved.items()):
-        fewer = min(plan.stages[source].num_replicas, plan.stages[target].num_replicas)
-        seconds = _link(plan, source, target).seconds(num_bytes / fewer)
+    devices = max(ranks, key=lambda d: _tail_s(plan, ranks[d]))
+    tail_s = _tail_s(plan, ranks[devices])
+    if plan.step_s and tail_s > MUCH * plan.step_s:
+        yield f"the end of the step: reduction and update of {_stages(ranks[devices])} take {ms(tail_s)} ms"
+    slow = []
+    for source, target, seconds, _ in transfers(plan):
         work_s = min(plan.stages[s].forward_s for s in (source, target))
         if seconds > work_s > 0:
-            yield (
-                f"links: values from stage {source} to {target} take {ms(seconds)} ms a microbatch, "
-                f"longer than the forward they hide behind ({ms(work_s)} ms)"
-            )
-
-
-def _link(plan: "Plan", source: int, target: int) -> LinkSpec:
-    """The slowest link that rows may take between two stages."""
-    hosts = {plan.cluster.host(device) for s in (source, target) for device in plan.stages[s].devices}
-    return plan.cluster.intra_host if len(hosts) == 1 else plan.cluster.inter_host
+            slow.append((seconds - work_s, source, target, seconds, work_s))
+    if slow:
+        _, source, target, seconds, work_s = max(slow)
+        more = f"; {count(len(slow) - 1, 'other pair')} of stages likewise" if len(slow) > 1 else ""
+        yield (
+            f"links: values from stage {source} to {target} take {ms(seconds)} ms a microbatch, "
+            f"longer than the forward they hide behind ({ms(work_s)} ms){more}"
+        )
 
 
 def _rank_table(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[str]:
@@ -172,7 +170,7 @@ def _rank_table(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterat
                 ", ".join(map(str, stages)),
                 ms(work_s),
                 f"{work_s / plan.step_s:.0%}" if plan.step_s else "-",
-                ms(sum(plan.stages[s].tail_s for s in stages)),
+                ms(_tail_s(plan, stages)),
                 gib(peak),
                 gib(limit),
                 *map(gib, classes),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rannc_jax.words import count, ms, schedule_words
+from rannc_jax.words import count, gib, ms, schedule_words
 
 if TYPE_CHECKING:
     from rannc_jax.plan.data import Crossing, Plan, Stage
@@ -44,14 +44,33 @@ def table(plan: "Plan") -> str:
 
 
 def diff(first: "Plan", second: "Plan") -> str:
-    """One line for every fact of the table that is not the same, "name: first -> second"."""
-    before, after = _facts(first), _facts(second)
+    """One line for every fact of the table that is not the same, "name: first -> second"; of a stage only the
+    columns that differ."""
+    pairwise = first.num_stages == second.num_stages
+    before, after = (_facts(plan, pairwise=pairwise) for plan in (first, second))
     names = [*before, *(name for name in after if name not in before)]
-    return "\n".join(
-        f"{name}: {before.get(name, '(none)')} -> {after.get(name, '(none)')}"
-        for name in names
-        if before.get(name) != after.get(name)
-    )
+    lines = [_difference(name, before.get(name), after.get(name)) for name in names]
+    if first.runners_up != second.runners_up:
+        lines.append("runners-up: not the same")
+    return "\n".join(line for line in lines if line)
+
+
+def _difference(name: str, before: "_Fact | None", after: "_Fact | None") -> str:
+    if before == after:
+        return ""
+    if isinstance(before, dict) and isinstance(after, dict):
+        changed = [column for column in {**before, **after} if before.get(column) != after.get(column)]
+        if PEAK in changed:  # its classes say little more
+            changed = [column for column in changed if column not in MEMORY_WORDS.values()]
+        pairs = (f"{column} {before.get(column, '-')} -> {after.get(column, '-')}" for column in changed)
+        return f"{name}: {', '.join(pairs)}"
+    return f"{name}: {_as_text(before)} -> {_as_text(after)}"
+
+
+def _as_text(fact: "_Fact | None") -> str:
+    if isinstance(fact, dict):
+        return f"{fact['blocks']} on devices {fact['devices']}"
+    return "(none)" if fact is None else fact
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -105,8 +124,14 @@ def _stage_rows(plan: "Plan") -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _facts(plan: "Plan") -> dict[str, str]:
-    facts = {
+_Fact = str | dict[str, str]
+"""A text, or the cells of a line by column."""
+PEAK = "peak"
+
+
+def _facts(plan: "Plan", *, pairwise: bool) -> dict[str, _Fact]:
+    """What a diff compares; values between stages pair by pair, or all together."""
+    facts: dict[str, _Fact] = {
         "function": f"{plan.identity[:12]} (program {plan.program[:12]})",
         "plan": _headline(plan).removeprefix("plan: "),
         "predicted": _prediction(plan).removeprefix("predicted: "),
@@ -115,17 +140,19 @@ def _facts(plan: "Plan") -> dict[str, str]:
         "number of blocks": str(len(plan.blocks)),
     }
     head, rows = _stage_rows(plan)
-    for row in rows:
-        cells = (f"{name} {cell}" for name, cell in zip(head[1:], row[1:], strict=True))
-        facts[f"stage {row[0]}"] = ", ".join(cells)
-    listed = {
-        "crossing": _crossings(plan),
-        "tie": _ties(plan),
-        "note": plan.notes,
-        "runner-up": _runners_up(plan),
-    }
-    for name, items in listed.items():
-        facts |= {f"{name} {index}": item for index, item in enumerate(items)}
+    for row, stage in zip(rows, plan.stages, strict=True):
+        cells = dict(zip(head[1:-1], row[1:-1], strict=True))
+        facts[f"stage {row[0]}"] = cells | {PEAK: gib(stage.peak_bytes)}
+    if pairwise:
+        for crossing in _crossings(plan):
+            pair, _, what = crossing.partition(": ")
+            facts[f"values {pair.replace(' -> ', ' to ')}"] = what
+    else:
+        rows_each = plan.rows / plan.num_microbatches
+        moved = sum(len(v.targets) * (v.bytes_per_row * rows_each + v.fixed_bytes) for v in plan.crossings)
+        facts["values between stages"] = f"{gib(moved)} a microbatch"
+    facts |= {f"tie {index}": item for index, item in enumerate(_ties(plan))}
+    facts |= {f"note {index}": item for index, item in enumerate(plan.notes)}
     return facts | {f"version of {name}": version for name, version in plan.versions.items()}
 
 

@@ -21,9 +21,25 @@ def test_a_difference_is_one_line_a_fact() -> None:
     lines = plan.diff(other).splitlines()
     assert [line.split(":")[0] for line in lines] == ["plan", "stage 1", "note 0"]
     assert lines[0].endswith("16 rows in 4 microbatches, gpipe")
-    assert "devices 1-2" in lines[1].split(" -> ")[0]
-    assert "devices 1, 3" in lines[1].split(" -> ")[1]
+    assert lines[1] == "stage 1: devices 1-2 -> 1, 3"
     assert lines[2].endswith("-> (none)")
+
+
+def test_a_stage_that_only_one_plan_has_is_short_and_values_are_summed() -> None:
+    plan = small_plan()
+    merged = dataclasses.replace(plan.stages[0], blocks=(0, 1, 2, 3))
+    other = dataclasses.replace(plan, stages=(merged,), crossings=(), ties=())
+    lines = plan.diff(other).splitlines()
+    assert "stage 1: head (1) on devices 1-2 -> (none)" in lines
+    assert "values between stages: 0.5 MiB a microbatch -> 0 bytes a microbatch" in lines
+
+
+def test_the_parts_of_a_step_are_those_of_one_group_of_devices() -> None:
+    lines = small_plan().explain().splitlines()
+    assert lines[1] == (
+        "  most to do on stage 0: 15.000 ms (75%) forward and backward, 0.000 ms (0%) reduction and update, "
+        "5.000 ms (25%) filling, draining and waiting"
+    )
 
 
 def test_long_paths_keep_their_last_parts() -> None:
