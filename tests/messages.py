@@ -92,6 +92,10 @@ def fits_nowhere() -> Any:
     return planned(layered, (2**18,) * 5)
 
 
+def whole_state() -> Any:
+    return planned(layered, (2**16,) * 5, sharding="replicated")
+
+
 def layer_too_large() -> Any:
     return planned(layered, (1024, 1024, 8_000_000, 1024))
 
@@ -178,6 +182,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a mesh file with mistakes": mesh_file,
     "a memory limit that nothing fits": memory_limit,
     "a model that cannot fit anywhere": fits_nowhere,
+    "whole state where sharded state fits": whole_state,
     "a layer larger than a device": layer_too_large,
     "a cut where the program begins": cut_at_the_beginning,
     "a cut at a module that is not there": cut_nowhere,

@@ -5,6 +5,7 @@ Every way out is a plan that was priced and fits, so it is stated with the memor
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rannc_jax.cluster import MOST_DEVICES, ClusterSpec
 from rannc_jax.contract import Remat
@@ -112,12 +113,11 @@ def _changes(question: Question, smallest: Candidate) -> Iterator[str]:
         )
         if nearest is not None:
             yield _says(f"num_stages={nearest.candidate.num_stages}", nearest)
-    if fixed.remat != AUTO:
-        fitting = _fitting(question, {"remat": AUTO})
+    for name in ("remat", "sharding"):
+        fitting = _fitting(question, {name: AUTO}) if getattr(fixed, name) != AUTO else []
         nearest = min(fitting, key=lambda e: (e.step_s, e.fullness), default=None)
         if nearest is not None:
-            modes = {price.mode.remat for price in nearest.prices}
-            yield _says(f"remat={_mode(modes)}", nearest)
+            yield _says(f"{name}={_common({getattr(price.mode, name) for price in nearest.prices})}", nearest)
     if fixed.num_microbatches != AUTO and question.splittable:
         fitting = _fitting(question, {"num_microbatches": AUTO})
         wanted = smallest.num_microbatches
@@ -200,7 +200,7 @@ def _candidates(evaluator: Evaluator, space: Space) -> Iterator[Candidate]:
     """Chains by the memory they need, whatever their speed; where no chain is allowed, plans made of them."""
     model, own = evaluator.model, tuple(range(evaluator.model.num_blocks))
     chains = chain_schedules(space.schedules)
-    split = () if chains else tuple(s for s in space.schedules if s.splits_backward)
+    split = () if chains else tuple(s for s in space.schedules if s.splits_backward and s.num_chunks == 1)
     for order in [own] if space.boundaries is not None else orders(model.num_blocks, model.values):
         costs = IntervalCosts(model, order)
         for schedule in chains or (space.chains if split else ()):
@@ -248,5 +248,6 @@ def _says(change: str, found: Evaluation, remark: str = "") -> str:
     return f"{change} (fits in {gib(peak)}{remark and f'; {remark}'})"
 
 
-def _mode(modes: set[Remat]) -> str:
-    return str(next(iter(modes))) if len(modes) == 1 else repr(AUTO)
+def _common(values: set[Any]) -> str:
+    """The value that all stages share, as text, or "auto"."""
+    return repr(next(iter(values)).value if len(values) == 1 else AUTO)

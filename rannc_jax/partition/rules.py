@@ -17,6 +17,7 @@ from typing import Any, Literal
 from rannc_jax.errors import PlanError, message
 from rannc_jax.ir.paths import holds, outer_paths
 from rannc_jax.partition.mode import Mode
+from rannc_jax.words import schedule_words
 
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
@@ -117,7 +118,9 @@ def setting_text(name: str, setting: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """The text of an enum's member or of a schedule."""
-    return value.value if isinstance(value, Enum) else getattr(value, "name", value)
+    if isinstance(value, Enum):
+        return value.value
+    return schedule_words(value.name) if hasattr(value, "name") else value
 
 
 def rules_of(settings: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> tuple[Rule, ...]:
