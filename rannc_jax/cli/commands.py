@@ -7,8 +7,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rannc_jax.errors import RanncError
+from rannc_jax.cli import target
+from rannc_jax.errors import ConfigError, RanncError, message
 from rannc_jax.plan import Plan
+from rannc_jax.viz import predicted_timeline, timeline_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,18 +37,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = commands.add_parser("plan", help="cut a cost-annotated graph")
-    plan.add_argument("--graph", required=True, help="a JSON file with nodes and edges")
-    plan.add_argument("--devices", type=int, required=True, help="how many there are")
-    plan.add_argument("--objective", default="max_load", help="max_load (default) or step_time")
-    plan.add_argument("--microbatches", type=int, default=None, help="for step_time; default 4 a device")
-    plan.add_argument("--json", action="store_true", help="print the answer as JSON")
+    plan = commands.add_parser(
+        "plan",
+        help="plan a model for the machines of a mesh file, or cut a cost-annotated graph",
+        epilog="BY_STAGE is one value, one a stage (2,auto,1), or by index or module (0=2,encoder.layer.3=1)",
+    )
+    target.add_arguments(plan)
     plan.set_defaults(run=_plan)
 
     show = commands.add_parser("show", help="print a saved plan as a table")
     show.add_argument("plan", help="a file that Plan.save wrote")
     show.add_argument("--explain", action="store_true", help="say why the plan is as it is")
     show.set_defaults(run=_show)
+
+    simulate = commands.add_parser("simulate", help="draw a step of a saved plan on the clock")
+    simulate.add_argument("plan", help="a file that Plan.save wrote")
+    simulate.add_argument("--width", type=int, default=72, help="columns of the picture (default 72)")
+    simulate.set_defaults(run=_simulate)
 
     diff = commands.add_parser("diff", help="say what is different in another plan")
     diff.add_argument("first", help="a file that Plan.save wrote")
@@ -69,8 +76,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.graph is None:
+        return target.main(options)
     from rannc_jax.cli import graph
 
+    if options.target is not None or options.devices is None:
+        raise ConfigError(message("--graph takes the place of a model, and needs --devices."))
     return graph.main(
         options.graph,
         options.devices,
@@ -78,6 +89,12 @@ def _plan(options: argparse.Namespace) -> int:
         num_microbatches=options.microbatches,
         as_json=options.json,
     )
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.plan)
+    print(timeline_text(plan, predicted_timeline(plan), width=options.width))
+    return 0
 
 
 def _show(options: argparse.Namespace) -> int:
