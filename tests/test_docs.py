@@ -26,7 +26,7 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 
 def test_the_doors_of_the_readme_are_short_and_parse() -> None:
     doors = blocks(ROOT / "README.md", "python")
-    assert len(doors) == 3
+    assert len(doors) == 4
     for door in doors:
         ast.parse(door)
         assert len([line for line in door.splitlines() if line.strip()]) <= 12

@@ -6,6 +6,7 @@ Importing this package changes nothing in torch: no device is registered, nothin
 from torch_bridge.convert import convert as convert
 from torch_bridge.coverage import Coverage as Coverage
 from torch_bridge.coverage import coverage as coverage
+from torch_bridge.drop_in import RaNNCModule as RaNNCModule
 from torch_bridge.errors import BridgeError as BridgeError
 from torch_bridge.errors import UnsupportedOpError as UnsupportedOpError
 from torch_bridge.initialise import Variables as Variables

@@ -132,14 +132,14 @@ class JaxModule:
         Raises:
             BridgeError: for arguments of another structure, and for a missing key.
         """
-        tensors = [_array(value) for value in self.programs.wrapper.inputs.bind(args, kwargs)]
-        program, rows = self.programs.at(_shapes(tensors))
-        results = program.outputs(Destination.RESULT)[: _num_tensors(program)]
+        tensors = [array_of(value) for value in self.programs.wrapper.inputs.bind(args, kwargs)]
+        program, rows = self.programs.at(shapes_of(tensors))
+        results = program.outputs(Destination.RESULT)[: num_tensors(program)]
         known = {**params, **(self.frozen if frozen is None else frozen), **buffers}
-        inputs = _graph_inputs(program, known, tensors)
+        inputs = graph_inputs(program, known, tensors)
         values = run(program.graph, inputs, (results, program.written), rows=rows, rng=rng)
-        outputs = _rebuilt(program, values[0])
-        return outputs, {**buffers, **_new_state(program, values[1], params)}
+        outputs = rebuilt(program, values[0])
+        return outputs, {**buffers, **new_state(program, values[1], params)}
 
     def init(self, rng: Any) -> Variables:
         """First values of everything, from the distributions that the module's constructor draws from.
@@ -205,7 +205,7 @@ class JaxModule:
                     hint="pass labels, or convert(module, ..., loss=fn) with fn(outputs, *more_of_the_batch)",
                 )
             )
-        return self._pure(self.takes, self._loss)
+        return self.pure(self.takes, self._loss)
 
     @property
     def outputs_fn(self) -> Callable[..., Any]:
@@ -222,9 +222,9 @@ class JaxModule:
                 params, buffers, *args, frozen=given.get("frozen"), rng=given.get("rng"), **kwargs
             )[0]
 
-        return self._pure(self.takes, outputs)
+        return self.pure(self.takes, outputs)
 
-    def _pure(self, takes: tuple[str, ...], call: Callable[..., Any]) -> Callable[..., Any]:
+    def pure(self, takes: tuple[str, ...], call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` with a signature that says which keywords it takes.
 
         A module that only reads its buffers takes `model_state` if it is given: values in their place.
@@ -258,14 +258,14 @@ class JaxModule:
         model_state: Mapping[str, Any] | None = None,
         frozen: Mapping[str, Any] | None = None,
     ) -> Any:
-        tensors = [_array(value) for value in self.programs.wrapper.inputs.bind_batch(batch)]
-        program, rows = self.programs.at(_shapes(tensors))
+        tensors = [array_of(value) for value in self.programs.wrapper.inputs.bind_batch(batch)]
+        program, rows = self.programs.at(shapes_of(tensors))
         known = {**params, **(frozen or {}), **self.constants, **(model_state or {})}
-        inputs = _graph_inputs(program, known, tensors)
+        inputs = graph_inputs(program, known, tensors)
         loss, new = run(program.graph, inputs, (program.loss, program.written), rows=rows, rng=rng)
         if not self.model_state:
             return loss
-        state = _new_state(program, new, params)
+        state = new_state(program, new, params)
         return ModuleLoss(loss=loss, model_state={name: state[name] for name in self.model_state})
 
     def to_state_dict(
@@ -387,15 +387,18 @@ def _check_same(name: str, held: Any, tensor: torch.Tensor) -> None:
         )
 
 
-def _array(value: Any) -> Any:
+def array_of(value: Any) -> Any:
+    """An argument as a JAX array; None stays."""
     return value if value is None or isinstance(value, jax.Array) else to_jax(value, what="an argument")
 
 
-def _shapes(tensors: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
+def shapes_of(tensors: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    """Shapes of arguments; None for those left out."""
     return tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
 
 
-def _graph_inputs(program: Program, known: Mapping[str, Any], tensors: list[Any]) -> list[Any]:
+def graph_inputs(program: Program, known: Mapping[str, Any], tensors: list[Any]) -> list[Any]:
+    """Values in the order of the program's inputs: arguments by slot, the rest by name."""
     values: list[Any] = []
     known = with_offsets(known)
     for source, key in program.signature.inputs:
@@ -408,15 +411,18 @@ def _graph_inputs(program: Program, known: Mapping[str, Any], tensors: list[Any]
     return values
 
 
-def _new_state(program: Program, values: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def new_state(program: Program, values: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call has written, by name, from the values of `program.written`."""
     return as_offsets(dict(zip(program.signature.written, values, strict=True)), params)
 
 
-def _num_tensors(program: Program) -> int:
+def num_tensors(program: Program) -> int:
+    """How many tensors the module returns."""
     return sum(leaf is ... for leaf in program.returned.leaves)
 
 
-def _rebuilt(program: Program, tensors: tuple[Any, ...]) -> Any:
+def rebuilt(program: Program, tensors: tuple[Any, ...]) -> Any:
+    """The module's results in its own structure, with these tensors in their places."""
     remaining = iter(tensors)
     leaves = (next(remaining) if leaf is ... else leaf for leaf in program.returned.leaves)
     return program.returned.structure.unflatten(leaves)

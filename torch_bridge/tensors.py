@@ -35,7 +35,7 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
     torch.float8_e5m2: ml_dtypes.float8_e5m2,
 }
-_TORCH_DTYPES = {np.dtype(value): key for key, value in _DTYPES.items()}
+TORCH_DTYPES = {np.dtype(value): key for key, value in _DTYPES.items()}
 # Dtypes numpy does not know travel through an integer view of the same width.
 _CARRIERS = {
     torch.bfloat16: torch.int16,
@@ -95,7 +95,7 @@ def to_jax(value: Any, *, what: str = "value") -> Any:
 def to_torch(array: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A torch tensor (host) holding a copy of an array, in `dtype` if given."""
     host = np.asarray(array)
-    own = _TORCH_DTYPES[host.dtype]
+    own = TORCH_DTYPES[host.dtype]
     if own in _CARRIERS:
         carrier = np.dtype(_DTYPES[_CARRIERS[own]])
         tensor = torch.from_numpy(host.view(carrier).copy()).view(own)

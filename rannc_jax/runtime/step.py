@@ -417,6 +417,28 @@ class Step:
 
         return run
 
+    def value(
+        self, fn: Callable[..., Any], *, takes: Sequence[str] | None = None, batch_dims: Any = None
+    ) -> Callable[..., LossOut]:
+        """Another loss of the same parameters, forward only, with the model state that it makes.
+
+        Args:
+            fn, takes, batch_dims: as in `differentiate`.
+
+        Returns:
+            `value(state, batch, rng=None) -> LossOut`.
+        """
+        call = getattr(fn, "loss_fn", fn)
+        batch_dims = getattr(fn, "batch_dims", None) if batch_dims is None else batch_dims
+        engine_of = self._second(subject(call, takes, is_loss=True), batch_dims, train=False)
+
+        def run(state: TrainState, batch: Batch, *, rng: Any = None) -> LossOut:
+            engine, _ = engine_of(state, batch, rng)
+            prepared, env = self._run(engine, state, batch, rng)
+            return loss_out(prepared, env, state.model_state)
+
+        return run
+
     def _second(
         self, declared: Subject, batch_dims: Any, *, train: bool
     ) -> Callable[[TrainState, Batch, Any], tuple[Engine, Placement]]:
