@@ -43,6 +43,7 @@ from rannc_jax.partition.decision import summary
 from rannc_jax.partition.search import search
 from rannc_jax.partition.space import Menu
 from rannc_jax.schedule import GPipe, OneFOneB, simulate
+from rannc_jax.words import schedule_words
 
 SCHEDULES = (OneFOneB(), GPipe())
 MENU = Menu(schedules=SCHEDULES)
@@ -119,7 +120,7 @@ def ours(problem: Problem, constraints: Constraints | None = None) -> dict[str, 
     plan = f"{len(counts)} stages x {replicas}, {decision.num_microbatches} microbatches"
     return {
         "step_s": decision.step_s,
-        "plan": f"{plan}, {decision.schedule.name}",
+        "plan": f"{plan}, {schedule_words(decision.schedule.name)}",
         "remat": sorted({stage.remat.value for stage in decision.stages}),
         "bound_s": decision.bound_s,
         "cpu_s": time.process_time() - began,

@@ -30,6 +30,7 @@ from benchmarks.clusters import hosts_of_8, matmul_dtype
 from benchmarks.models import CASES, make_case
 from rannc_jax import planning
 from rannc_jax.partition.constraints import Constraints
+from rannc_jax.words import schedule_words
 
 PARTS = {
     "trace": (rannc_jax.ir, ("trace",)),
@@ -151,7 +152,7 @@ def line(row: dict[str, Any]) -> str:
     replicas = sorted(set(row["replicas"]))
     counts = str(replicas[0]) if len(replicas) == 1 else f"{replicas[0]}-{replicas[-1]}"
     plan = (
-        f"{row['stages']} x {counts}, m={row['microbatches']}, {row['schedule']}: "
+        f"{row['stages']} x {counts}, m={row['microbatches']}, {schedule_words(row['schedule'])}: "
         f"{1e3 * row['step_s']:.4g} ms, bound {gap:+.1%}"
     )
     return f"{start} {parts} {row['wall_s']['plan']:7.2f} {row['peak_rss_gib']:8.2f}  {plan}"

@@ -52,8 +52,10 @@ class Options:
     Args:
         donate: the old state's memory is used for the new one.
         async_errors: do not wait for the gradients before the update is dispatched. Faster, but an
-            error then costs the state.
-        check_finite: refuse to update on a loss or gradient that is not finite.
+            error then costs the state. A plan of one stage is one program, update included: nothing is
+            waited for, and a device that fails costs the state unless `donate=False`.
+        check_finite: refuse to update on a loss or gradient that is not finite; the state stays good, with
+            one stage too, whose gradients and update are then two programs.
     """
 
     donate: bool = True
@@ -239,7 +241,7 @@ class Step:
             function's outputs.
 
         Raises:
-            RuntimeFailure: something failed on the devices; before the update `state` is still good.
+            RuntimeFailure: something failed on the devices; it says whether `state` is still good.
         """
         batch = (batch, *args) if self._who.spread else batch
         engine, at = self._ready(state, batch)

@@ -1,7 +1,9 @@
 """Every way of keeping state in shares gives the step that one device gives."""
 
+import collections
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ import pytest
 
 import rannc_jax
 from rannc_jax import LossOut, Sharding
+from rannc_jax.runtime.placement import Update
+from rannc_jax.runtime.stacked import flat_parts
 from tests.door import assert_close
 
 SHARDINGS = tuple(Sharding)
@@ -115,17 +119,93 @@ def check(network: str, sharding: Sharding, num_microbatches: int, replicas: Any
     return step, state
 
 
-CASES = [
-    ("plain", 4, 4),
-    ("plain", 2, 1),
-    ("statistics", 4, 4),
-    ("plain", (2, 4), 4),
-    ("statistics", (2, 2), 1),
+FAST = [
+    *(("plain", 4, 4, sharding) for sharding in SHARDINGS),
+    ("statistics", 4, 4, Sharding.FSDP),
+    ("plain", (2, 4), 4, Sharding.FSDP),
+    ("plain", (2, 4), 4, (Sharding.ZERO1, Sharding.ZERO2)),
 ]
-ALL = [(network, k, m) for network in NETWORKS for k in (1, 2, 4) for m in (1, 4)]
+LAYOUTS = (1, 2, 4, (2, 2), (4, 2))
+ALL = [case for case in itertools.product(NETWORKS, LAYOUTS, (1, 4), SHARDINGS) if case not in FAST]
+
+
+@pytest.mark.parametrize(("network", "replicas", "microbatches", "sharding"), FAST)
+def test_state_in_shares_changes_no_result(network, replicas, microbatches, sharding):
+    check(network, sharding, microbatches, replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("network", "replicas", "microbatches", "sharding"), ALL)
+def test_state_in_shares_changes_no_result_of_any_plan(network, replicas, microbatches, sharding):
+    check(network, sharding, microbatches, replicas)
+
+
+@functools.cache
+def started(sharding: Sharding) -> Any:
+    """A step of one microbatch on four devices, and its first state."""
+    return begin("plain", sharding, 1, 4)
+
+
+def bytes_by_device(tree: Any) -> set[int]:
+    """The bytes of a tree that lie on each of its devices, without repetition."""
+    found: collections.Counter[jax.Device] = collections.Counter()
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            found[shard.device] += shard.data.nbytes
+    assert len(found) == 4
+    return set(found.values())
+
+
+def share(leaf: Any) -> int:
+    """Bytes of a leaf on each of four devices: a quarter, where a dim divides by four."""
+    return leaf.nbytes // (4 if any(size % 4 == 0 for size in leaf.shape) else 1)
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize(("network", "replicas", "microbatches"), CASES)
-def test_state_in_shares_changes_no_result(network, replicas, microbatches, sharding):
-    check(network, sharding, microbatches, replicas)
+def test_every_device_holds_the_bytes_that_the_plan_counts(sharding):
+    step, state = started(sharding)
+    held = step.plan.stages[0].memory_bytes
+    pairs = (
+        ("parameters", state.params, sharding.shards_parameters),
+        ("optimizer", state.opt_state, sharding.shards_optimizer),
+    )
+    for kind, tree, shared in pairs:
+        leaves = jax.tree.leaves(tree)
+        assert bytes_by_device(tree) == {sum(share(x) if shared else x.nbytes for x in leaves)}
+        # The plan shares leaves out evenly; those whose dims do not divide stay whole.
+        sized = [x for x in leaves if x.size > 1]
+        uneven = [x for x in sized if shared and share(x) == x.nbytes]
+        counted = sum(share(x) if shared else x.nbytes for x in sized)
+        assert abs(counted - sum(x.nbytes * 3 / 4 for x in uneven) - held[kind]) < 32
+
+
+def compiled(step: Any, state: Any) -> str:
+    """What XLA makes of a step of one stage."""
+    engine, at = step._engine, step._placement
+    prepared = engine.prepared(batch())
+    leaves, key = step._arguments(engine, prepared, state, None)
+    env = engine.given(prepared, leaves, batch(), key)
+    params, others = ({k: x for k, x in env.items() if (k[0] == "param") is own} for own in (True, False))
+    program = prepared.fused.step_program(tuple(params), tuple(others), Update(at, True))
+    parts = flat_parts(state.opt_state, at.cut.state_slicing)
+    return program.lower([*params.values()], parts, [*others.values()]).compile().as_text()
+
+
+def collectives(text: str) -> dict[str, int]:
+    names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return dict(collections.Counter(re.findall(rf" ({names})(?:-start)?\(", text)))
+
+
+# Five leaves divide by four; the forward reads all of them, the backward the three that are multiplied by.
+# One all-reduce is of the loss and of what stays whole, the other of the norm that clips gradients.
+INTENDED = {
+    Sharding.REPLICATED: {"all-reduce": 1},
+    Sharding.ZERO1: {"all-reduce": 2, "reduce-scatter": 5, "all-gather": 5},
+    Sharding.ZERO2: {"all-reduce": 2, "reduce-scatter": 5, "all-gather": 5},
+    Sharding.FSDP: {"all-reduce": 2, "reduce-scatter": 5, "all-gather": 5 + 3},
+}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_step_has_the_collectives_of_its_mode(sharding):
+    assert collectives(compiled(*started(sharding))) == INTENDED[sharding]
