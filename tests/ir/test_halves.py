@@ -102,6 +102,26 @@ def test_the_halves_make_what_the_whole_makes_with_as_many_matrix_products(fn):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_two_scans_with_one_body_keep_their_values_apart():
+    def body(c, each):
+        h = jnp.tanh(c @ each)
+        return h, h @ h
+
+    def run(x, s):
+        c, ys = jax.lax.scan(body, x, s)
+        c, more = jax.lax.scan(body, c, s)
+        return c, ys, more
+
+    closed = jax.make_jaxpr(run)(X, S)
+    bodies = [eqn.params["jaxpr"].jaxpr for eqn in closed.eqns]
+    assert bodies[0] is bodies[1]
+    halves = halve(closed, [0])
+    (first,), frontier = halves.first([(X, S)[i] for i in halves.first_reads])
+    rest = halves.second([(X, S)[i] for i in halves.second_reads], frontier)
+    for a, b in zip([first, *rest], run(X, S), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_the_later_half_of_a_chain_of_layers_has_the_products_of_the_weights():
     closed, args = backward(deep)
     halves = halve(closed, [0])
