@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from rannc_jax.runtime.alike import Alike, Pool
 from rannc_jax.runtime.backward import Backwards, Read, Source, seed_program
 from rannc_jax.runtime.ending import end_gradients, end_loss, end_outputs
 from rannc_jax.runtime.layout import Layout, Lowered
@@ -53,6 +54,7 @@ class _Walk:
         ]
         self.joined = self._joined()
         self.seeded: set[Key] = set()
+        self.pool: Pool = {}
 
     def _arity(self, s: int) -> dict[int, int]:
         """Position of an output of a stage that takes cotangents -> how many arrive."""
@@ -135,7 +137,7 @@ class _Walk:
         backwards = self.backwards[s]
         name = f"F{s}"
         if name not in self.out.programs:
-            self.out.programs[name] = self.table.code[s].forward(residuals=backwards is not None)
+            self._add(name, s, self.table.code[s].forward(residuals=backwards is not None))
         outputs = self._made(s, i)
         if backwards is not None:
             outputs += [("res", n, i, s) for n in range(len(backwards.code.diff.residuals))]
@@ -154,7 +156,7 @@ class _Walk:
             Kind.WEIGHT_GRAD: (backwards.weights, lambda: backwards.second_reads),
         }[kind]
         if name not in self.out.programs:
-            self.out.programs[name] = make()
+            self._add(name, s, make())
         inputs = [key for read in reads() for key in self._read_keys(read, s, i)]
         outputs: list[Key] = []
         if kind is not Kind.WEIGHT_GRAD:
@@ -194,6 +196,12 @@ class _Walk:
             self.out.run(name, s, [*inputs, *sums], [*outputs, *new], donates=sums, label=label)
         self._send_values(s, i)
         self._send_gradients(s, i)
+
+    def _add(self, name: str, s: int, program: Compiled) -> None:
+        """A program of a stage; where stages share a sub-mesh it may be another's too."""
+        mesh = self.table.layout.meshes[s]
+        several = self.table.layout.meshes.count(mesh) > 1
+        self.out.programs[name] = Alike(program, mesh, self.pool) if several else program
 
     # --- keys ---------------------------------------------------------------------------------
 

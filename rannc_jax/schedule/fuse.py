@@ -17,8 +17,8 @@ from rannc_jax.schedule.simulate import Transfer, outgoing_transfers
 from rannc_jax.schedule.written import Written
 
 SPLIT_SHARE = 0.05
-"""Seconds that a split costs, as a share of forward and backward. Four layers of a GPT of width 2048 on an H200
-took 3 % longer with kept matrix products, and 5 % where everything is computed again."""
+"""Seconds that a split costs, as a share of forward and backward. Four layers of a GPT of width 2048 on an
+H200 took 3 % longer with kept matrix products, and 5 % where everything is computed again."""
 
 _MOST_STEPS = 40_000
 """Actions on the clock, summed over trials: about a second. More are not worth the wait."""

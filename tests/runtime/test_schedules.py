@@ -174,6 +174,32 @@ def test_the_first_stage_has_no_input_gradients_unless_they_are_asked_for(plan):
     assert {"I0", "W0"} <= {op.name for op in asked.ops}
 
 
+def test_chunks_that_are_copies_of_each_other_are_compiled_once():
+    """Of 6 equal layers on 2 ranks, stages 2 and 4 are alike, and so are 1 and 3."""
+
+    def chain(params, batch):
+        h = batch["x"]
+        for layer in params:
+            h = jnp.tanh(h @ layer["w"])
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    params = [{"w": layer["w"]} for layer in layers(6)]
+    step = rannc_jax.auto_partition(
+        chain, optimizer=optax.sgd(0.1), num_stages=6, num_microbatches=2, schedule="interleaved(3)",
+        replicas=1, cuts=(1, 2, 3, 4, 5),
+    )  # fmt: skip
+    state = step.init(params, rows(4))
+    out, grads = step.value_and_grad(state, rows(4))
+    loss, expected = jax.value_and_grad(chain)(params, rows(4))
+    assert_close(out.loss, loss)
+    assert_close(step.gather(grads), expected)
+    programs = step._placement.home.lowered.programs
+    for kind in "FB":
+        assert programs[f"{kind}2"].chosen is programs[f"{kind}4"].chosen
+        assert programs[f"{kind}1"].chosen is programs[f"{kind}3"].chosen
+        assert programs[f"{kind}1"].chosen is not programs[f"{kind}2"].chosen
+
+
 # --- text ---------------------------------------------------------------------------------------------
 
 
