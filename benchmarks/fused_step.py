@@ -111,7 +111,7 @@ def by_hand(params: Any, batch: Any, options: argparse.Namespace) -> Callable[[]
 
 def main() -> None:
     """Print medians and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, value in (("width", 256), ("layers", 4), ("length", 64), ("rows", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in (("replicas", 1), ("microbatches", 1), ("repeats", 20)):

@@ -8,7 +8,7 @@ other although the analysis cannot know it; `TrainableModel` is the protocol of 
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -55,7 +55,8 @@ class Sharding(enum.Enum):
         return self is Sharding.FSDP
 
 
-def shard_dim(shape: Sequence[int], parts: int) -> int | None:
+@functools.lru_cache(maxsize=4096)
+def shard_dim(shape: tuple[int, ...], parts: int) -> int | None:
     """The dim along which an array lies in equal parts: the longest that divides, the first of equals.
 
     None where none divides: such an array is whole on every replica. These are small (odd biases, scalars);

@@ -102,7 +102,7 @@ Op = StageProgram | Send
 
 @functools.cache
 def _compiled(program: StageProgram, shares: Shares, donate: bool) -> Callable[..., list[jax.Array]]:
-    def layout(value: Value, shape: Sequence[int]) -> NamedSharding:
+    def layout(value: Value, shape: tuple[int, ...]) -> NamedSharding:
         if value.kind is Kind.NEW_PARAM:
             return shares.on_mesh(shares.parameter(shape))
         return shares.on_mesh(None if value.kind is Kind.PACKED else shares.update(shape))

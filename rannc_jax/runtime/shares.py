@@ -15,7 +15,7 @@ from rannc_jax.contract import Sharding, shard_dim
 from rannc_jax.ir.batch import RowLayout
 from rannc_jax.runtime.transfer import DATA_AXIS, sub_mesh_sharding
 
-Shape = Sequence[int]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

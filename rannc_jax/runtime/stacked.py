@@ -145,8 +145,13 @@ def parts_of(value: Any, slicing: Slicing) -> list[Any]:
 
 def flat_parts(tree: Any, slicings: Sequence[Slicing]) -> list[Any]:
     """The parts of all leaves of a tree, given how each leaf is sliced."""
-    pairs = zip(jax.tree.leaves(tree), slicings, strict=True)
-    return [part for leaf, slicing in pairs for part in parts_of(leaf, slicing)]
+    parts: list[Any] = []
+    for leaf, slicing in zip(jax.tree.leaves(tree), slicings, strict=True):
+        if slicing.dims or isinstance(leaf, StackedArray):
+            parts += parts_of(leaf, slicing)
+        else:  # nearly all leaves of nearly all models, every step
+            parts.append(leaf)
+    return parts
 
 
 def packed(structure: Any, slicings: Sequence[Slicing], parts: Sequence[Any]) -> Any:
