@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -209,3 +210,21 @@ INTENDED = {
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_step_has_the_collectives_of_its_mode(sharding):
     assert collectives(compiled(*started(sharding))) == INTENDED[sharding]
+
+
+def test_with_one_stage_too_what_is_not_finite_leaves_the_state_as_it_was():
+    step, state = begin("plain", Sharding.FSDP, 1, 4, check_finite=True)
+    broken = {**batch(), "mask": jnp.full((ROWS,), jnp.nan)}
+    with pytest.raises(rannc_jax.RuntimeFailure, match="not finite"):
+        step(state, broken)
+    _, out = step(state, batch())
+    assert np.isfinite(out.loss)
+
+
+def test_a_state_of_host_arrays_is_shared_out_again():
+    step, state = started(Sharding.FSDP)
+    host = step.gather(state)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host.params))
+    again = step._placement.settled(host)
+    assert bytes_by_device(again.params) == bytes_by_device(state.params)
+    assert_close(step.gather(again.params), host.params)
