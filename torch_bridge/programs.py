@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torch_bridge import shapes
+from torch_bridge.assembly import Parts
 from torch_bridge.capture import refuse_gradient_hooks
 from torch_bridge.dynamic import Validity, refuse_fixed_rows, rows_to_show, symbolic, validity
 from torch_bridge.errors import BridgeError, message
@@ -26,7 +27,7 @@ from torch_bridge.program import Graph
 from torch_bridge.shapes import BatchDims, DifferentStructure
 from torch_bridge.signature import Destination, Names, Signature, read_graph, read_signature
 from torch_bridge.simplify import simplify
-from torch_bridge.stamp import Parts, from_repeats
+from torch_bridge.stamp import from_repeats
 from torch_bridge.tape import WritesNoted
 from torch_bridge.tensors import is_abstract
 
