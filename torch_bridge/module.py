@@ -343,12 +343,9 @@ class JaxModule:
             for owner in self.constants.keys() & found.keys():
                 _check_same(owner, self.constants[owner], reader.whole(found[owner]))
 
-            def in_place(name: str, held: Any) -> Any:
-                return reader.placed(name, held, held.sharding)
-
             roles = ("params", "frozen", "model_state")
             parts = {role: getattr(state, role) for role in roles if getattr(state, role) is not None}
-            read = {role: filled(part, found, in_place) for role, part in parts.items()}
+            read = {role: filled(part, found, reader.in_place_of) for role, part in parts.items()}
             if "model_state" in read:
                 read["model_state"] = without_offsets(read["model_state"], read["params"])
             return state.replace(**read)

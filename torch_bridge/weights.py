@@ -83,6 +83,17 @@ class Reader:
             return jax.device_put(part(tuple(slice(None) for _ in like.shape)))
         return jax.make_array_from_callback(tuple(like.shape), sharding, part)
 
+    def in_place_of(self, name: str, held: Any) -> Any:
+        """A tensor where a leaf of a train state lies, which may be slices on the devices of several stages.
+
+        Raises:
+            BridgeError: an integer does not fit.
+        """
+        if isinstance(held, jax.Array):
+            return self.placed(name, held, held.sharding)
+        whole = np.asarray(to_jax(self.whole(name), what=name)).astype(held.dtype, copy=False)
+        return held.with_values(whole)
+
 
 def _open(file: Path) -> Any:
     from safetensors import safe_open  # optional

@@ -78,6 +78,10 @@ class StackedArray(NDArrayOperatorsMixin):
         """The same values in another dtype, slice by slice."""
         return StackedArray([part.astype(dtype) for part in self.parts], self.slicing)
 
+    def with_values(self, whole: Any) -> "StackedArray":
+        """The slices of an array of this shape, each on the devices of the slice that is here."""
+        return StackedArray(self._spread(whole), self.slicing)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("the slices lie apart: an array of all of them is a copy.")

@@ -12,6 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rannc_jax
 import torch_bridge
+from rannc_jax.ir.leaves import Slicing
+from rannc_jax.runtime.stacked import StackedArray
+from rannc_jax.runtime.state import TrainState
 from torch_bridge.errors import BridgeError
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -129,6 +132,22 @@ def test_a_train_state_is_saved_and_read_back_where_it_lies(tmp_path: Path) -> N
     _, one = step(again, jax_module.batch)
     _, other = step(state, jax_module.batch)
     assert float(one.loss) == float(other.loss)
+
+
+def test_a_leaf_in_slices_of_several_stages_is_read_slice_by_slice(tmp_path: Path) -> None:
+    _, jax_module = converted()
+    jax_module.save_safetensors(jax_module.params, tmp_path / "m.safetensors")
+    rows = [jax.device_put(np.zeros(4, np.float32), jax.devices()[i // 4]) for i in range(8)]
+    stacked = StackedArray(rows, Slicing(dims=(0,), lengths=(8,)))
+    state = TrainState(
+        params={**jax_module.params, "embed.weight": stacked},
+        opt_state=(),
+        model_state=jax_module.model_state,
+        frozen=jax_module.frozen,
+    )
+    leaf = jax_module.load_safetensors(tmp_path / "m.safetensors", state=state).params["embed.weight"]
+    np.testing.assert_array_equal(np.asarray(leaf), jax_module.params["embed.weight"])
+    assert [part.devices() for part in leaf.parts] == [row.devices() for row in rows]
 
 
 def test_what_does_not_belong_is_listed_at_once(tmp_path: Path) -> None:
