@@ -20,6 +20,7 @@ from rannc_jax.contract import Remat as Remat
 from rannc_jax.contract import Sharding as Sharding
 from rannc_jax.contract import TrainableModel as TrainableModel
 from rannc_jax.contract import Weighted as Weighted
+from rannc_jax.contract import coupled as coupled
 from rannc_jax.contract import separable as separable
 from rannc_jax.dag import CostGraph as CostGraph
 from rannc_jax.dag import GraphEdge as GraphEdge

@@ -17,6 +17,7 @@ import jax
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SEPARABLE_SCOPE = "rannc_separable"
+COUPLED_SCOPE = "rannc_coupled"
 
 
 class Remat(enum.Enum):
@@ -144,6 +145,28 @@ def separable(fn: Function) -> Function:
     @functools.wraps(fn)
     def marked(*args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(SEPARABLE_SCOPE):
+            return fn(*args, **kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def coupled(fn: Function) -> Function:
+    """Mark `fn` as needing the batch whole, where the analysis cannot see it.
+
+    The analysis looks into no backward that you wrote: a `jax.custom_vjp` that clips or normalises the
+    gradient it is given, or compares rows of it, would see one microbatch at a time. The mark is the name
+    scope `rannc_coupled`; as with everything that couples rows, the batch then stays whole unless
+    `allow_coupled=True`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> coupled(jnp.sin)(0.0).shape
+        ()
+    """
+
+    @functools.wraps(fn)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(COUPLED_SCOPE):
             return fn(*args, **kwargs)
 
     return marked  # type: ignore[return-value]

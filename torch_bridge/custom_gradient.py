@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from torch_bridge.errors import BridgeError, message
+from torch_bridge.linear import SCOPE as COUPLED
+from torch_bridge.linear import is_linear
 from torch_bridge.lowerings.custom_gradient import custom_gradient as lowered
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.operators import NAMESPACE
@@ -153,14 +155,20 @@ def _with_folded_bodies(node: Node) -> Node:
 
 
 def _folded(graph: Graph, position: int) -> Node:
-    """A custom_gradient node whose backward is a graph in its arguments (see its lowering)."""
+    """A custom_gradient node whose backward is a graph in its arguments (see its lowering).
+
+    Where that is not linear in the cotangents, the node's path says so (see `linear`).
+    """
     node = graph.nodes[position]
     outputs, inputs, token, gradients, unknown, once, function = node.args
     body = _Body.find(graph, position, token, gradients)
     residuals, backward = body.extracted(gradients)
     kept = tuple(outputs.index(ref) if ref in outputs else None for ref in residuals)
-    args = (outputs, inputs, unknown, residuals, kept, fold_backwards(backward), once, function)
-    return replace(node, args=args)
+    backward = fold_backwards(backward)
+    args = (outputs, inputs, unknown, residuals, kept, backward, once, function)
+    if is_linear(backward, range(len(residuals), backward.num_inputs)):
+        return replace(node, args=args)
+    return replace(node, args=args, path=f"{node.path}/{COUPLED}".removeprefix("/"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from rannc_jax.contract import SEPARABLE_SCOPE
+from rannc_jax.contract import COUPLED_SCOPE, SEPARABLE_SCOPE
 from rannc_jax.ir.batch_flow import Coupled, Flow, Kind, Site
 from rannc_jax.ir.batch_info import CouplingKind, RowLayout, RowMask
 
@@ -163,6 +163,11 @@ def where(eqn: jex.JaxprEqn, siblings: Sequence[jex.JaxprEqn]) -> tuple[str, str
 def is_marked(eqn: jex.JaxprEqn) -> bool:
     """Is the equation under the name scope of `separable`?"""
     return SEPARABLE_SCOPE in str(eqn.source_info.name_stack)
+
+
+def is_coupled(eqn: jex.JaxprEqn) -> bool:
+    """Is the equation under the name scope of `coupled`?"""
+    return COUPLED_SCOPE in str(eqn.source_info.name_stack)
 
 
 def row_dim(aval: Any, twin: Any, findings: Findings) -> tuple[int, int] | None:

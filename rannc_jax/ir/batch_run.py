@@ -2,7 +2,7 @@
 
 Every equation's rule proposes flows; `_checked` holds them against the shapes in both traces; what has no
 rule, or does not fit, is MIXED, and is told as a coupling as soon as data is in it. Under the name scope
-of `separable` the shapes alone decide, and nothing is told.
+of `separable` the shapes alone decide, and nothing is told; under that of `coupled` all data is told.
 """
 
 from dataclasses import replace
@@ -12,7 +12,17 @@ from jax.extend import core as jex
 
 # The rules register themselves on import.
 from rannc_jax.ir import batch_rules, batch_rules_index, batch_rules_nested, batch_rules_reduce
-from rannc_jax.ir.batch_call import RULES, Call, Findings, folded, is_key, is_marked, row_dim, value_flow
+from rannc_jax.ir.batch_call import (
+    RULES,
+    Call,
+    Findings,
+    folded,
+    is_coupled,
+    is_key,
+    is_marked,
+    row_dim,
+    value_flow,
+)
 from rannc_jax.ir.batch_flow import Coupled, Flow, Kind
 from rannc_jax.ir.batch_info import CouplingKind, RowLayout
 from rannc_jax.ir.roles import Role
@@ -95,6 +105,8 @@ class BatchRun:
 
     def outputs(self, call: Call) -> list[Flow]:
         """The flows of an equation's outputs, checked against the first witness."""
+        if is_coupled(call.eqn) and any(f.data for f in call.flows):
+            call.report(CouplingKind.OTHER, frozenset({call.site}))
         count = len(call.eqn.outvars)
         mixed = any(f.kind is Kind.MIXED for f in call.flows)
         try:

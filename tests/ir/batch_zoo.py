@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rannc_jax.contract import LossOut, Weighted, separable
+from rannc_jax.contract import LossOut, Weighted, coupled, separable
 from rannc_jax.ir.batch import LossKind
 from tests.ir.batch_tools import Case
 
@@ -365,6 +365,18 @@ def custom_rule(params: Any, batch: Any) -> Any:
     return jnp.mean((_swish(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
 
 
+@jax.custom_vjp
+def _clipped_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+_clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def nonlinear_backward(params: Any, batch: Any) -> Any:
+    return jnp.mean((coupled(_clipped_gradient)(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
+
+
 def stacked_layers(params: Any, batch: Any) -> Any:
     x, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch["x"], params["layers"])
     return jnp.mean(x**2)
@@ -518,6 +530,7 @@ SEPARABLE = [
 
 COUPLED = [
     _case(contrastive, MLP, XY),
+    _case(nonlinear_backward, MLP, XY),
     _case(sorted_triplet, MLP, XY),
     _case(root_mean_square, MLP, XY),
     _case(product_of_means, MLP, XY),
