@@ -1,6 +1,7 @@
 """torch eager as the oracle: values, gradients and buffers of a module against its conversion."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,42 +63,55 @@ class Calls(torch.nn.Module):
         return [function(*tensors) for function in self.functions]
 
 
+class _Apart(Calls):
+    """Every function has floating tensors of its own, so one pull gives the gradients of all.
+
+    `shared` holds the other tensors, None where a floating one belongs.
+    """
+
+    def forward(self, shared: Sequence[torch.Tensor | None], own: Sequence[Sequence[torch.Tensor]]) -> Any:
+        results = []
+        for function, floating in zip(self.functions, own, strict=True):
+            remaining = iter(floating)
+            results.append(function(*(next(remaining) if x is None else x for x in shared)))
+        return results
+
+
 def assert_same_functions(
     cases: Mapping[str, Callable[..., Any]], tensors: Sequence[torch.Tensor], *, tolerance: float = 1e-4
-) -> None:
-    """Values and vector-Jacobian products of every function equal torch's, dtypes and shapes included."""
-    module = Calls(list(cases.values()))
-    converted = torch_bridge.convert(module, tuple(tensors), batch_dims=(None,) * len(tensors))
-    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
-    expected = module(*leaves)
-    inputs = [to_jax(t) for t in tensors]
-    wanted = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+) -> torch_bridge.JaxModule:
+    """Values and vector-Jacobian products of every function equal torch's, dtypes and shapes included.
 
-    def floating_outputs(*moving: Any) -> tuple[list[list[Any]], Any]:
-        full = list(inputs)
-        for i, value in zip(wanted, moving, strict=True):
-            full[i] = value
-        outputs = converted.apply({}, converted.buffers, *full)[0]
+    Returns:
+        The functions, converted as one module.
+    """
+    module = _Apart(list(cases.values()))
+    shared = [None if t.is_floating_point() else t for t in tensors]
+    leaves = [[t.clone().requires_grad_() for t in tensors if t.is_floating_point()] for _ in cases]
+    example = shared, [[x.detach() for x in own] for own in leaves]
+    converted = torch_bridge.convert(module, example, batch_dims=jax.tree.map(lambda _: None, example))
+    expected = module(shared, leaves)
+
+    def floating_outputs(fixed: Any, moving: Any) -> tuple[list[list[Any]], Any]:
+        outputs = converted.apply({}, converted.buffers, fixed, moving)[0]
         per_case = [
             [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)] for out in outputs
         ]
         return per_case, outputs
 
-    def everything(*moving: Any) -> tuple[Any, Any]:
-        per_case, pull, outputs = jax.vjp(floating_outputs, *moving, has_aux=True)
-        zero = [[jnp.zeros_like(x) for x in case] for case in per_case]
-        gradients = []
-        for i, case in enumerate(per_case):
-            seeds = [*zero[:i], [jnp.asarray(_seed(x.shape), x.dtype) for x in case], *zero[i + 1 :]]
-            gradients.append(pull(seeds) if case else None)
-        return outputs, gradients
+    @jax.jit
+    def everything(fixed: Any, moving: Any) -> tuple[Any, Any]:
+        per_case, pull, outputs = jax.vjp(partial(floating_outputs, fixed), moving, has_aux=True)
+        (gradients,) = pull(jax.tree.map(lambda x: jnp.asarray(_seed(x.shape), x.dtype), per_case))
+        return outputs, [own if case else None for own, case in zip(gradients, per_case, strict=True)]
 
-    outputs, gradients = jax.jit(everything)(*[inputs[i] for i in wanted])
-    for name, got, want, gradient in zip(cases, outputs, expected, gradients, strict=True):
+    outputs, gradients = everything(*jax.tree.map(to_jax, example))
+    for name, got, want, gradient, given in zip(cases, outputs, expected, gradients, leaves, strict=True):
         flat = _tensors(want)
         _assert_values(name, jax.tree.leaves(got), flat, tolerance)
         if gradient is not None:
-            _assert_vjp(name, gradient, flat, [leaves[i] for i in wanted], tolerance)
+            _assert_vjp(name, gradient, flat, given, tolerance)
+    return converted
 
 
 def _seed(shape: tuple[int, ...]) -> np.ndarray:

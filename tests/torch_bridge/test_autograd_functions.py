@@ -12,13 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+import rannc_jax
 from tests.torch_bridge.oracle import assert_same_functions, assert_same_gradients, loss_and_gradients
 from torch_bridge import BridgeError, JaxModule, convert
+from torch_bridge.custom_gradient import custom_gradient
 
 Function = torch.autograd.Function
 
@@ -359,11 +362,32 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cond": chosen,
     "vmap": mapped,
     "vmap, shared": mapped_with_a_shared_argument,
+    "adds to its gradient": lambda x, w: Counted.apply(x @ w, 4),
 }
 
 
-def test_values_and_gradients_are_torchs() -> None:
-    assert_same_functions(FUNCTIONS, (torch.randn(4, 3), torch.randn(3, 3)))
+@pytest.fixture(scope="module")
+def same_functions() -> JaxModule:
+    torch.manual_seed(0)
+    return assert_same_functions(FUNCTIONS, (torch.randn(4, 3), torch.randn(3, 3)))
+
+
+def test_values_and_gradients_are_torchs(same_functions: JaxModule) -> None:
+    assert same_functions.programs.reason == "no tensor has a batch dim"
+
+
+def test_backwards_that_are_not_linear_ask_for_the_whole_batch(same_functions: JaxModule) -> None:
+    nodes = [n for n in same_functions.programs.first.graph.nodes if n.operator is custom_gradient()]
+    marked = [n.args[-1].rpartition(".")[2] for n in nodes if n.path.endswith("rannc_coupled")]
+    assert marked == ["ClippedGradient", "ClippedGradient", "Counted"]
+    assert len(nodes) > 20
+
+
+def test_a_clipped_gradient_is_not_split_into_microbatches() -> None:
+    converted = convert(Applies(lambda x: ClippedGradient.apply(x).square().mean()), (torch.randn(4, 3),))
+    step = rannc_jax.auto_partition(converted, optimizer=optax.sgd(0.1), num_stages=1, num_microbatches=2)
+    with pytest.raises(rannc_jax.TraceError, match=r"custom_vjp_call in rannc_coupled"):
+        step.init()
 
 
 class Net(nn.Module):
