@@ -84,7 +84,7 @@ def apply(function: type, original: Callable[..., Any], args: Any, kwargs: Any) 
     moving = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is not None]
     versions = [x._version for x in moving if isinstance(x, torch.Tensor)]
     results = operator(*moving)
-    _refuse_writes(function, call, moving, versions)
+    _refuse_writes(function, moving, versions)
     return call.rebuilt(results)
 
 
@@ -128,7 +128,7 @@ def _remember_zeros(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.zeros = tuple(torch.zeros_like(x) if isinstance(x, torch.Tensor) else None for x in inputs)
 
 
-def _refuse_writes(function: type, call: _Call, moving: Any, versions: Any) -> None:
+def _refuse_writes(function: type, moving: Any, versions: Any) -> None:
     after = [x._version for x in moving if isinstance(x, torch.Tensor)]
     if after != versions:
         raise BridgeError(

@@ -212,10 +212,10 @@ class _Reader:
             return None
         if role is Role.SOURCE:  # perm // slots_per_row, with a plain number
             return role if len(list(refs((args, node.kwargs)))) == 1 else None
-        meets_rows = any(self.has_rows(ref, node, region) for ref in refs((args, node.kwargs)))
+        meets_rows = any(self.has_rows(ref, node) for ref in refs((args, node.kwargs)))
         return role if role in (Role.SORTED, Role.COUNTS) and not meets_rows else None
 
-    def has_rows(self, ref: Ref, node: Node, region: _Region) -> bool:
+    def has_rows(self, ref: Ref, node: Node) -> bool:
         """Whether an operand from outside brings rows in their own order."""
         if ref.index in self.known:
             return False
