@@ -16,7 +16,7 @@ are still whole.
     rows        operators that look along the rows: reductions, products, losses
     indices     reading and writing by index
     parts       cutting at sizes that are values, and joining again
-    counts      bincount, whose length is a value
+    counts      bincount and repeat_interleave, whose lengths are values
     limits      what integers are below, as far as the graph tells
     constants   values that depend on nothing that is passed in: their sizes are known
 """
@@ -32,7 +32,7 @@ from torch_bridge.bounded import rows as rows
 from torch_bridge.bounded import sources as sources
 from torch_bridge.bounded.constants import Constants
 from torch_bridge.bounded.inline import inline_regions
-from torch_bridge.bounded.rewriting import ALWAYS, SYMBOLIC, Bounded, shapes
+from torch_bridge.bounded.rewriting import SYMBOLIC, Bounded, shapes, sized_by_values
 
 
 def bound_shapes(program: torch.export.ExportedProgram) -> None:
@@ -53,7 +53,7 @@ def bound_shapes(program: torch.export.ExportedProgram) -> None:
 
 
 def _is_concerned(node: torch.fx.Node) -> bool:
-    return bool(free_unbacked_symbols(shapes(node.meta.get("val")))) or node.target in ALWAYS
+    return bool(free_unbacked_symbols(shapes(node.meta.get("val")))) or sized_by_values(node)
 
 
 def _lifted(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:

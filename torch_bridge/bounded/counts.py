@@ -1,11 +1,12 @@
-"""bincount: as long as the largest value, which the graph or torch must know to be below something."""
+"""Lengths that are values: of bincount, as the largest value is; of repeat_interleave, the sum."""
 
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from torch_bridge.bounded.limits import limit
-from torch_bridge.bounded.registry import named_arguments, rule_for
+from torch_bridge.bounded.registry import dims_of, named_arguments, rule_for, rule_of
 from torch_bridge.bounded.rewriting import Bounded
 from torch_bridge.explain import unknown_shape
 from torch_bridge.rewrites import counts
@@ -31,3 +32,21 @@ def _bincount(bounded: Bounded, node: Any) -> Any:
     count = bounded.emit(aten.add.Tensor, bounded.emit(aten.max.default, padded), 1)
     bounded.bind(size, room, count)
     return bounded.emit(counts(), x, weights, room)
+
+
+@rule_for("repeat_interleave")
+def _repeated(bounded: Bounded, node: Any) -> Any:
+    """By a tensor of numbers: how many rows there are is known if that is, or if the caller says so."""
+    named = named_arguments(node)
+    repeats = named["repeats"]
+    if not isinstance(repeats, Node):
+        return rule_of("roll")(bounded, node)
+    known, value = bounded.constants.value(repeats), node.meta["val"]
+    if known is None:
+        raise unknown_shape(
+            node, "the numbers of rows depend on values: output_size=n says how many they are"
+        )
+    dim = 0 if value.ndim == 1 else dims_of(node, node.args[0])[0]
+    number = int(known.sum())
+    bounded.bind(bounded.shape_seen(value)[dim], number, number)
+    return bounded.emit(node.target, *node.args, **{**node.kwargs, "output_size": number})

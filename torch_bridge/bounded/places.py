@@ -132,7 +132,7 @@ def _row_major(before: Any, after: Any) -> bool:
 
 
 @rule_for("select", "slice", "narrow", "split", "chunk", "unbind", "flip", "roll", "unfold",
-      "repeat_interleave", "glu", "diff", "tensor_split")  # fmt: skip
+      "glu", "diff", "tensor_split")  # fmt: skip
 def _other_dims(bounded: Bounded, node: Any) -> Any:
     """Taking apart along dims whose rows all count; or the first rows of the others."""
     named = named_arguments(node)

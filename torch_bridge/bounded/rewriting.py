@@ -16,7 +16,10 @@ from torch_bridge.explain import unknown_shape
 
 aten = torch.ops.aten
 Size = Any  # an int, or a sympy expression in symbols that stand for numbers of rows
-ALWAYS = {aten.bincount.default}  # rewritten also where torch knows the size: its operators do not say it
+_SIZED_BY_VALUES = {
+    *(aten.bincount.default, aten.nonzero.default, aten.nonzero_numpy.default, aten.masked_select.default),
+    *(aten.argwhere.default, aten.where.default),
+}
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -59,7 +62,7 @@ class Bounded:
         inputs = any(n in self.sizes or n in self.numbers for n in node.all_input_nodes)
         seen = node.meta.get("val")
         chosen = free_unbacked_symbols([*shapes(seen), *([seen] if isinstance(seen, torch.SymInt) else [])])
-        return inputs or node.target in ALWAYS or not self.in_shapes.isdisjoint(chosen)
+        return inputs or sized_by_values(node) or not self.in_shapes.isdisjoint(chosen)
 
     def _rewrite(self, node: Node) -> None:
         seen = node.meta.get("val")
@@ -252,6 +255,14 @@ def _finite(fill: float, dtype: torch.dtype) -> float | bool:
 
 def _value(leaf: Any) -> Any:
     return leaf.meta["val"] if isinstance(leaf, Node) else leaf
+
+
+def sized_by_values(node: Node) -> bool:
+    """Whether an operator's size is a value, also where torch knows that value: its arguments do not say it."""
+    if node.target is aten.index.Tensor:
+        indices = [i for i in node.args[1] if isinstance(i, Node)]  # type: ignore[union-attr]
+        return any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices)
+    return node.target in _SIZED_BY_VALUES
 
 
 def shapes(value: Any) -> list[Any]:

@@ -71,6 +71,12 @@ def tile(x: Any, dims: Sequence[int]) -> Any:
     return jnp.tile(x, dims)
 
 
+@lowering(aten.repeat_interleave.Tensor)
+def places_repeated(repeats: Any, *, output_size: int) -> Any:
+    """Each place as often as it says; there are `output_size` in all."""
+    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+
+
 @lowering(aten.repeat_interleave.self_int)
 def repeat_interleave(x: Any, repeats: int, dim: int | None = None, **_: Any) -> Any:
     return jnp.repeat(x, repeats, axis=dim)

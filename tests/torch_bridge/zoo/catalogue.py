@@ -10,6 +10,7 @@ from tests.torch_bridge.zoo import (  # noqa: F401 - registration
     practice,
     sequences,
     topologies,
+    uncommon,
     vision,
 )
 from tests.torch_bridge.zoo.specimen import SPECIMENS as SPECIMENS
