@@ -258,7 +258,7 @@ def _value(leaf: Any) -> Any:
 
 
 def sized_by_values(node: Node) -> bool:
-    """Whether an operator's size is a value, also where torch knows that value: its arguments do not say it."""
+    """Whether an operator's size is a value that its arguments do not say, also where torch knows it."""
     if node.target is aten.index.Tensor:
         indices = [i for i in node.args[1] if isinstance(i, Node)]  # type: ignore[union-attr]
         return any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices)
