@@ -39,7 +39,13 @@ from rannc_jax.runtime.ops import Key, OpKind
 TOLERANCE = 0.25
 NEGLIGIBLE_BYTES = 64 * 1024
 NUM_MICROBATCHES = 4
-_NAMES = {"prologue": "prologue", "zeros": "zeros", "forward": "F", "backward": "B"}
+_NAMES = {
+    "prologue": "prologue",
+    "zeros": "zeros",
+    "forward": "F",
+    "backward": "B",
+    "forward and backward": "FB",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +85,9 @@ def compare(name: str, model: Model, remat: Remat) -> Iterator[Row]:
     prepared, engine = _prepared(model, remat)
     layout, graph = prepared.layout, prepared.graph
     traces = [align(graph.program, trace(engine.who, prepared.example, layout.rows)) for _ in layout.meshes]
-    predicted = stage_programs(graph, layout.stages, layout.remats, traces)
     compiled = lowered(prepared)
+    joined = {s for s in range(len(layout.stages)) if f"F{s}" not in compiled}
+    predicted = stage_programs(graph, layout.stages, layout.remats, traces, joined=joined)
     for stage, programs in enumerate(predicted):
         for program in programs:
             called = f"{_NAMES[program.name]}{stage}"

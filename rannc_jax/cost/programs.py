@@ -7,7 +7,7 @@ one replica and the rows it sees.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class ProgramBytes:
     """One compiled program on one device.
 
     Args:
-        name: "prologue", "zeros", "forward" or "backward".
+        name: "prologue", "zeros", "forward", "backward", or "forward and backward" in one.
         arguments: bytes by class of what it takes; what it does not read is not passed.
         outputs: bytes by class of what it gives, those that lie in donated arguments included.
         aliases: bytes of results that lie in donated arguments.
@@ -78,6 +78,7 @@ def stage_programs(
     traces: Sequence[Aligned],
     *,
     train: bool = True,
+    joined: Collection[int] = (),
 ) -> tuple[tuple[ProgramBytes, ...], ...]:
     """The programs of every stage.
 
@@ -88,6 +89,8 @@ def stage_programs(
         traces: per stage, the function at the rows that one replica sees of a microbatch. Batches whose
             rows do not divide, and so are padded, take a mask more.
         train: with backwards.
+        joined: stages that run the forward and the backward of a microbatch as one program; no other stage
+            sends them a cotangent.
 
     Complexity: traces and differentiates every stage once, about 1 ms an equation.
     """
@@ -97,7 +100,7 @@ def stage_programs(
     for s in reversed(range(len(stages))):
         stage = _Stage(cut, s, remats[s], traces[s], later, train=train)
         later.insert(0, stage)
-        found.insert(0, tuple(stage.programs()))
+        found.insert(0, tuple(stage.programs(joined=s in joined)))
     return tuple(found)
 
 
@@ -166,7 +169,7 @@ class _Stage:
     def diff(self) -> Differentiated:
         return differentiate(self.function, self._inputs(), wrt=self.wrt, cotangents=self.cotangents)
 
-    def programs(self) -> list[ProgramBytes]:
+    def programs(self, *, joined: bool) -> list[ProgramBytes]:
         """Prologue, accumulators, forward and backward, as far as the stage has them."""
         found = []
         if self.shape.prologue is not None:
@@ -179,8 +182,9 @@ class _Stage:
                     "zeros", lambda: [jnp.zeros(x.shape, x.dtype) for x in zeros], (), ("accumulators",)
                 )
             )
-        found.append(self._forward())
-        return [*found, self._backward()] if self.differentiates else found
+        if not self.differentiates:
+            return [*found, self._forward()]
+        return [*found, self._joined()] if joined else [*found, self._forward(), self._backward()]
 
     def _inputs(self) -> list[jax.ShapeDtypeStruct]:
         return avals(self.program, self.part.inputs)
@@ -203,8 +207,16 @@ class _Stage:
         given = [(self._class(v), x) for v, x in zip(part.inputs, avals(program, part.inputs), strict=True)]
         return _measured("prologue", lambda *xs: run(xs), given, ("prologue",))
 
+    def _given(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+        """Class and shape of what a forward takes."""
+        return [(self._class(v), x) for v, x in zip(self.shape.part.inputs, self._inputs(), strict=True)]
+
+    def _sums(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+        """Class and shape of what gradients are added to."""
+        sums = [self._accumulator(v) for v in self.shape.accumulated]
+        return [("accumulators", jax.ShapeDtypeStruct((1, *x.shape), x.dtype)) for x in sums]
+
     def _forward(self) -> ProgramBytes:
-        given = [(self._class(v), x) for v, x in zip(self.shape.part.inputs, self._inputs(), strict=True)]
         part = self.shape.part
         made = ["sent"] * len(part.outputs) + ["results"] * len(part.results) + ["residuals"]
 
@@ -214,7 +226,7 @@ class _Stage:
             outs, kept = self.diff.forward(xs)
             return [*outs, *(x[None] for x in kept)]  # one row a replica
 
-        return _measured("forward", run, given, made)
+        return _measured("forward", run, self._given(), made)
 
     def _backward(self) -> ProgramBytes:
         diff, part = self.diff, self.shape.part
@@ -227,11 +239,30 @@ class _Stage:
         for k, times in zip(self.cotangents, arity, strict=False):
             given += [("cotangents", outputs[k])] * times
         given += [("weights", jax.ShapeDtypeStruct((), jnp.float32))] * self.seeds
-        sums = [self._accumulator(v) for v in self.shape.accumulated]
-        given += [("accumulators", jax.ShapeDtypeStruct((1, *x.shape), x.dtype)) for x in sums]
+        given += self._sums()
         run = functools.partial(self._run_backward, arity)
         made = ["accumulators"] * len(self.shape.accumulated) + ["cotangents"]
         return _measured("backward", run, given, made, donated="accumulators")
+
+    def _joined(self) -> ProgramBytes:
+        """Forward and backward of one microbatch; the weight is an argument unless the stage makes it."""
+        part, diff = self.shape.part, self.diff
+        weights, count = self.cut.weights(), len(self.shape.part.inputs)
+        seeded = not weights
+        given = self._given() + [("weights", jax.ShapeDtypeStruct((), jnp.float32))] * seeded + self._sums()
+
+        def run(*args: Any) -> list[Any]:
+            inputs, rest = args[:count], args[count:]
+            outs, kept = diff.forward(inputs)
+            if not seeded:
+                weight, divisor = (outs[part.outputs.index(v)] for v in (weights[0], weights[-1]))
+                rest = (jnp.where(weight > 0, divisor, 0).astype(jnp.float32), *rest)
+            held = [*(inputs[i] for i in diff.held), *(outs[k] for k in diff.kept_outputs), *kept]
+            return [*self._run_backward((), *held, *rest), *outs]
+
+        made = ["accumulators"] * len(self.shape.accumulated) + ["cotangents"] * len(self.sends)
+        made += ["sent"] * len(part.outputs) + ["results"]
+        return _measured("forward and backward", run, given, made, donated="accumulators")
 
     def _run_backward(self, arity: Sequence[int], *args: Any) -> list[Any]:
         """Gradients of one microbatch added to the accumulators, and those that leave the stage."""
