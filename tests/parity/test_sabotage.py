@@ -19,13 +19,13 @@ from tests.parity.play import play
 Patch = pytest.MonkeyPatch
 
 
-def case(model: str, replicas: tuple[int, ...], *, dropout: bool = False) -> Case:
+def case(model: str, replicas: tuple[int, ...], *, dropout: bool = False, schedule: str = "1f1b") -> Case:
     return Case(
         model=model,
         dropout=dropout,
         replicas=replicas,
         num_microbatches=4,
-        schedule="1f1b",
+        schedule=schedule,
         remat=Remat.SAVE_ALL,
         optimizer="sgd",
     )
@@ -103,7 +103,8 @@ def statistics_do_not_thread_through_microbatches(patch: Patch) -> None:
 BROKEN = {
     every_microbatch_counts_the_same: case("masked", (1, 1)),
     gradients_are_summed_and_not_divided: case("mlp", (1, 1)),
-    a_microbatch_without_labels_is_kept: case("masked", (1, 1)),
+    # where forward and backward are one program, XLA itself makes 0 / 0 times a converted mask a selection
+    a_microbatch_without_labels_is_kept: case("masked", (1, 1), schedule="gpipe"),
     replicas_draw_the_same_mask: case("mlp", (2,), dropout=True),
     microbatches_draw_the_same_mask: case("mlp", (1, 1), dropout=True),
     only_one_reader_of_a_tied_parameter_counts: case("transformer", (1, 1)),
