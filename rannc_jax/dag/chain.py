@@ -5,13 +5,21 @@ cannot be kept any more are left out as they are met.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_jax.dag.loads import LoadTable
-
 _BLOCK = 128
+
+
+class Loads(Protocol):
+    """Ideals, a smaller one before a larger, and the loads of the devices between them."""
+
+    ideals: list[int]
+    work: NDArray[np.float64]
+
+    def loads(self, rows: NDArray[np.intp], columns: slice) -> NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +43,7 @@ class Chain:
         return sum(self.loads)
 
 
-def best_chain(
-    table: LoadTable, num_devices: int, *, cap: float, inclusive: bool, add_up: bool
-) -> Chain | None:
+def best_chain(table: Loads, num_devices: int, *, cap: float, inclusive: bool, add_up: bool) -> Chain | None:
     """The chain with the smallest largest load, or, with `add_up`, the smallest sum of loads.
 
     Args:
@@ -74,7 +80,7 @@ def best_chain(
     return _read_back(table, came_from, used, count - 1)
 
 
-def _read_back(table: LoadTable, came_from: NDArray[np.intp], used: int, last: int) -> Chain:
+def _read_back(table: Loads, came_from: NDArray[np.intp], used: int, last: int) -> Chain:
     ideals: list[int] = []
     loads: list[float] = []
     while last:

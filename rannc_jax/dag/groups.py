@@ -8,7 +8,7 @@ is on a cycle after that can only share a device, and is one group.
 Sets of groups are bit masks: bit g is group g.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import networkx as nx
@@ -48,6 +48,14 @@ class Groups:
     def everything(self) -> int:
         """The mask of all groups."""
         return (1 << len(self.members)) - 1
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The groups of a mask, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
 
 
 def make_groups(graph: CostGraph) -> Groups:

@@ -3,11 +3,15 @@
 What the first devices hold together is always an ideal, so a plan is a chain of them.
 """
 
+import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rannc_jax.dag.groups import Groups
+from rannc_jax.dag.groups import Groups, bits
+
+_NARROW = 500
+"""Groups, at most, for the order whose choice is made anew at every step."""
 
 
 def all_ideals(groups: Groups, limit: int) -> list[int] | None:
@@ -30,22 +34,30 @@ def _grown(groups: Groups, ideals: Iterable[int]) -> Iterable[int]:
                 yield ideal | 1 << group
 
 
-def _shrunk(groups: Groups, ideal: int) -> Iterable[int]:
-    for group in range(len(groups.needs)):
-        if ideal >> group & 1:
-            smaller = ideal & ~(1 << group)
-            if all(not smaller >> g & 1 or not needs >> group & 1 for g, needs in enumerate(groups.needs)):
-                yield smaller
+def _shrunk(followers: Sequence[int], ideal: int) -> Iterable[int]:
+    for group in bits(ideal):
+        if not followers[group] & ideal:
+            yield ideal & ~(1 << group)
+
+
+def _followers(groups: Groups) -> list[int]:
+    """For each group the mask of those that need it."""
+    masks = [0] * len(groups.needs)
+    for group, needs in enumerate(groups.needs):
+        for before in bits(needs):
+            masks[before] |= 1 << group
+    return masks
 
 
 def nearby(groups: Groups, ideals: Iterable[int], limit: int) -> set[int]:
     """Ideals that differ by few groups from the given ones, nearest first, at most about `limit`."""
     found = set(ideals)
+    followers = _followers(groups)
     frontier = sorted(found)
     while frontier and len(found) < limit:
         reached: dict[int, None] = {}
         for ideal in frontier:
-            for other in (*_grown(groups, [ideal]), *_shrunk(groups, ideal)):
+            for other in (*_grown(groups, [ideal]), *_shrunk(followers, ideal)):
                 if other not in found:
                     reached[other] = None
         frontier = list(reached)[: limit - len(found)]
@@ -62,49 +74,62 @@ def prefixes(order: Sequence[int]) -> list[int]:
     return ideals
 
 
-Choice = Callable[[int, int, float], Any]
-"""The least comes next: of a group, since which position it could, and the seconds it leaves open."""
+Key = Callable[[int, int], Any]
+"""The least comes next: of a group, and since which position it could."""
 
 
 def orders(groups: Groups, through: Sequence[int], count: int, seed: int) -> list[list[int]]:
     """Topological orders that pass through a chain of ideals: by number, depth first, narrow, and random."""
     generator = random.Random(seed)
-    choices: list[Choice] = [
-        lambda group, since, opened: group,
-        lambda group, since, opened: (-since, group),
-        lambda group, since, opened: (opened, group),
-    ]
-    choices += [lambda group, since, opened: generator.random()] * (count - len(choices))
-    touched = _touched_values(groups)
-    return [_ordered(groups, through, choice, touched) for choice in choices]
+    keys: list[Key] = [lambda group, since: group, lambda group, since: (-since, group)]
+    keys += [lambda group, since: generator.random()] * (count - len(keys) - 1)
+    followers = [list(bits(mask)) for mask in _followers(groups)]
+    stage = [0] * len(groups.needs)
+    for ideal in through:
+        for group in bits(groups.everything & ~ideal):
+            stage[group] += 1
+    found = [_ordered(groups, followers, stage, key) for key in keys]
+    if len(groups.needs) <= _NARROW:
+        found.append(_narrow(groups, followers, stage))
+    return found
 
 
-def _touched_values(groups: Groups) -> list[list[tuple[int, float]]]:
-    """For each group the values that it makes or reads: the mask of all who do, seconds."""
+def _ordered(groups: Groups, followers: Sequence[Sequence[int]], stage: Sequence[int], key: Key) -> list[int]:
+    """By stages of the chain, and within one by the keys that groups get when they become ready."""
+    waits = [needs.bit_count() for needs in groups.needs]
+    ready = [(stage[group], key(group, 0), group) for group, number in enumerate(waits) if not number]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        group = heapq.heappop(ready)[2]
+        order.append(group)
+        for follower in followers[group]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, (stage[follower], key(follower, len(order)), follower))
+    return order
+
+
+def _narrow(groups: Groups, followers: Sequence[Sequence[int]], stage: Sequence[int]) -> list[int]:
+    """Next comes what leaves the fewest seconds of values open."""
     touched: list[list[tuple[int, float]]] = [[] for _ in groups.needs]
     for value in groups.values:
         mask = value.consumers | 1 << value.producer
-        for group in range(len(groups.needs)):
-            if mask >> group & 1:
-                touched[group].append((mask, value.seconds))
-    return touched
-
-
-def _ordered(
-    groups: Groups, through: Sequence[int], choice: Choice, touched: Sequence[Sequence[tuple[int, float]]]
-) -> list[int]:
+        for group in bits(mask):
+            touched[group].append((mask, value.seconds))
+    waits = [needs.bit_count() for needs in groups.needs]
+    ready = {group for group, number in enumerate(waits) if not number}
     order: list[int] = []
     done = 0
-    since: dict[int, int] = {}
-    for target in [*through, groups.everything]:
-        while todo := target & ~done:
-            ready = [g for g in range(len(groups.needs)) if todo >> g & 1 and not groups.needs[g] & ~done]
-            for group in ready:
-                since.setdefault(group, len(order))
-            opened = {group: _opened(touched[group], done, group) for group in ready}
-            best = min(ready, key=lambda g, opened=opened: choice(g, since[g], opened[g]))
-            order.append(best)
-            done |= 1 << best
+    while ready:
+        best = min(ready, key=lambda group: (stage[group], _opened(touched[group], done, group), group))
+        ready.remove(best)
+        order.append(best)
+        done |= 1 << best
+        for follower in followers[best]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                ready.add(follower)
     return order
 
 

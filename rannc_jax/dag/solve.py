@@ -1,18 +1,23 @@
 """`solve_graph`: the best way to spread a DAG over devices that its values pass in one order."""
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 
-from rannc_jax.dag.chain import Chain, best_chain
+from rannc_jax.dag.chain import Chain, Loads, best_chain
 from rannc_jax.dag.data import CostGraph, GraphPlan, Objective
 from rannc_jax.dag.groups import Groups, make_groups
 from rannc_jax.dag.ideals import all_ideals, nearby, orders, prefixes
+from rannc_jax.dag.line import Line, spread_places
 from rannc_jax.dag.loads import LoadTable
 from rannc_jax.errors import InfeasibleError, PlanError, message
 from rannc_jax.mistakes import one_of
 
 _NUM_ORDERS = 12
 _POOL = 1500
+_STATES = 300_000
+"""Ideals looked at together times values between groups: what a table of loads is held to."""
+_PLACES = 1200
+"""Of an order, priced at once."""
 _MOST_ROUNDS = 20
 _MOST_CAPS = 400
 
@@ -97,16 +102,18 @@ class _Search:
         largest = max(total / self.num_devices, max(self.groups.seconds, default=0.0))
         return largest if self.objective is Objective.MAX_LOAD else total + self.further * largest
 
-    def improved(self, ideals: list[int], best: Chain | None) -> tuple[Chain | None, bool]:
+    def improved(self, ideals: Iterable[int], best: Chain | None) -> tuple[Chain | None, bool]:
         """A chain of these ideals that is better than `best`, or None; whether that was shown."""
-        table = LoadTable(self.groups, ideals)
+        return self._improved(LoadTable(self.groups, list(ideals)), best)
+
+    def _improved(self, table: Loads, best: Chain | None) -> tuple[Chain | None, bool]:
         if self.objective is Objective.MAX_LOAD:
             cap = float("inf") if best is None else best.largest
             chain = best_chain(table, self.num_devices, cap=cap, inclusive=best is None, add_up=False)
             return chain, True
         return self._best_sum(table, best)
 
-    def _best_sum(self, table: LoadTable, best: Chain | None) -> tuple[Chain | None, bool]:
+    def _best_sum(self, table: Loads, best: Chain | None) -> tuple[Chain | None, bool]:
         """The smallest sum of loads under one cap after another, each below the largest load before."""
         balanced = best_chain(table, self.num_devices, cap=float("inf"), inclusive=True, add_up=False)
         if balanced is None:
@@ -130,25 +137,51 @@ class _Search:
             cap, inclusive = chain.largest, False
         return found, False
 
-    def around_orders(self, through: tuple[int, ...] = (), seed: int = 0) -> Chain | None:
-        """The best chain along good topological orders."""
-        pool = {ideal for order in self._orders(through, seed) for ideal in prefixes(order)}
-        return self.improved(list(pool), None)[0]
+    def around_orders(self, best: Chain | None = None, seed: int = 0) -> Chain | None:
+        """The best chain along good topological orders that pass through the cuts of the best one known."""
+        through = () if best is None else best.ideals
+        count = max(4, min(_NUM_ORDERS, 20_000 // max(1, len(self.groups.needs))))
+        found = orders(self.groups, through, count, seed)
+        pool = {ideal for order in found for ideal in prefixes(order)} if self._room(found) else set[int]()
+        if pool:
+            return self.improved(pool, best)[0] or best
+        for order in found:
+            best = self._along(order, best)
+        return best
 
-    def _orders(self, through: tuple[int, ...], seed: int) -> list[list[int]]:
-        return orders(self.groups, through, _NUM_ORDERS, seed)
+    def _room(self, found: Sequence[Sequence[int]]) -> bool:
+        """Whether ideals of several orders may be looked at together, so that a chain can change over."""
+        return sum(map(len, found)) <= self._most_ideals
+
+    @property
+    def _most_ideals(self) -> int:
+        return max(64, min(2 * _POOL, _STATES // max(1, len(self.groups.values))))
+
+    def _along(self, order: Sequence[int], best: Chain | None) -> Chain | None:
+        """The best chain of one order: of all its places, or of some thousand that close in on its cuts."""
+        work = [self.groups.seconds[group] for group in order]
+        near: list[int] = []
+        while True:
+            places = spread_places(work, _PLACES, near)
+            found = self._improved(Line(self.groups, order, places), best)[0]
+            if found is None:
+                return best
+            best, before = found, near
+            near = [ideal.bit_count() for ideal in found.ideals]
+            if len(places) > len(order) or near == before:
+                return best
 
     def widened(self, best: Chain | None) -> tuple[Chain | None, set[int]]:
         """Look around the cuts of the best chain until nothing better is found."""
         pool: set[int] = set()
         for number in range(1, _MOST_ROUNDS + 1):
-            through = () if best is None else best.ideals
-            pool = {ideal for order in self._orders(through, number) for ideal in prefixes(order)}
-            pool |= nearby(self.groups, {0, self.groups.everything, *through}, _POOL)
-            found, _ = self.improved(list(pool), best)
-            if found is None and best is not None:
+            before = best
+            best = self.around_orders(best, number)
+            cuts = () if best is None else best.ideals
+            pool = nearby(self.groups, {0, self.groups.everything, *cuts}, min(_POOL, self._most_ideals))
+            best = self.improved(pool, best)[0] or best
+            if best is before and best is not None:
                 break
-            best = found or best
         return best, pool
 
 

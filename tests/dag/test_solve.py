@@ -3,11 +3,16 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rannc_jax
 from rannc_jax import CostError, CostGraph, GraphEdge, GraphNode, InfeasibleError, PlanError
 from rannc_jax.cli import main
+from rannc_jax.dag.groups import make_groups
+from rannc_jax.dag.ideals import orders, prefixes
+from rannc_jax.dag.line import Line
+from rannc_jax.dag.loads import LoadTable
 from tests.dag import brute
 
 DATA = Path(__file__).parent / "data"
@@ -42,6 +47,30 @@ def test_without_all_ideals_public_graphs_are_solved_nearly_as_well(name):
     plan = rannc_jax.solve_graph(graph, 6, most_ideals=10)
     assert plan.objective <= 1.02 * OPTIMA[name][2]
     assert plan.lower_bound <= OPTIMA[name][2] * (1 + 2e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_loads_along_one_order_are_those_between_its_ideals(seed):
+    groups = make_groups(brute.random_graph(seed, trains=seed % 2 == 1))
+    for order in orders(groups, (), 6, seed):
+        line, table = Line(groups, order, range(len(order) + 1)), LoadTable(groups, prefixes(order))
+        assert line.ideals == table.ideals
+        every = np.arange(len(line.ideals))
+        assert line.loads(every, slice(None)) == pytest.approx(table.loads(every, slice(None)))
+
+
+def test_a_long_chain_is_cut_where_it_is_best():
+    """More groups than places are priced at once: they close in on the cuts."""
+    seconds = [1.0 + (i * 7919 % 13) for i in range(1250)]
+    heavy = {i: 0.01 if i % 97 == 3 else 2.0 for i in range(1249)}  # cheap edges are rare
+    graph = CostGraph(
+        nodes=tuple(GraphNode(id=i, seconds=s) for i, s in enumerate(seconds)),
+        edges=tuple(GraphEdge(source=i, target=i + 1, seconds=s) for i, s in heavy.items()),
+    )
+    plan = rannc_jax.solve_graph(graph, 4, most_ideals=100)
+    exact = rannc_jax.solve_graph(graph, 4)
+    assert exact.is_optimal
+    assert plan.objective <= exact.objective * 1.0005
 
 
 def check_against_brute_force(seed, most_ideals=6000):
