@@ -32,6 +32,7 @@ class DeviceSpec:
         bytes_per_s: device memory bandwidth, read plus write.
         launch_s: seconds that any equation costs at least, in a compiled program.
         dispatch_s: seconds of host time for one program call.
+        leaf_s: seconds of host time for each array on each device that a call takes or gives.
         host_bytes_per_s: rate of copies to and from pinned host memory, each way.
     """
 
@@ -44,6 +45,7 @@ class DeviceSpec:
     bytes_per_s: float
     launch_s: float = 2e-6
     dispatch_s: float = 60e-6
+    leaf_s: float = 1.5e-6
     host_bytes_per_s: float = 12e9
 
     def __post_init__(self) -> None:

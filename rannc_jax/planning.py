@@ -341,6 +341,7 @@ def _assemble(
         loss="none" if info.loss is None else info.loss.kind.value,
         step_s=decision.step_s,
         bubble_fraction=decision.bubble_fraction,
+        host_s=decision.host_s,
         bound_s=decision.bound_s,
         runners_up=decision.runners_up,
         notes=(*_batch_notes(graph, decision, request.constraints), *_loop_notes(graph), *decision.notes),

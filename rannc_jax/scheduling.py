@@ -51,7 +51,7 @@ def with_fewer_splits(decision: Decision) -> Decision:
     return replace(
         decision,
         schedule=schedule,
-        step_s=max(end_s + stage.tail_s for end_s, stage in ends),
+        step_s=max(decision.host_s, *(end_s + stage.tail_s for end_s, stage in ends)),
         bubble_fraction=timeline.bubble_fraction,
         notes=(*decision.notes, note),
     )

@@ -150,6 +150,7 @@ def _read_device_values(section: Section, *, required: bool) -> dict[str, Any]:
     memory_gib_per_s = section.number("memory_gib_per_s", required=required)
     launch_us = section.number("launch_us", zero=True)
     dispatch_us = section.number("dispatch_us", zero=True)
+    leaf_us = section.number("leaf_us", zero=True)
     host_gib_per_s = section.number("host_gib_per_s")
     said = {
         "platform": section.text("platform", required=required, choices=PLATFORMS),
@@ -158,6 +159,7 @@ def _read_device_values(section: Section, *, required: bool) -> dict[str, Any]:
         "bytes_per_s": None if memory_gib_per_s is None else memory_gib_per_s * GIB,
         "launch_s": None if launch_us is None else launch_us * 1e-6,
         "dispatch_s": None if dispatch_us is None else dispatch_us * 1e-6,
+        "leaf_s": None if leaf_us is None else leaf_us * 1e-6,
         "host_bytes_per_s": None if host_gib_per_s is None else host_gib_per_s * GIB,
         "flops_per_s": _read_numbers(section.table("tflops_per_s"), DTYPES, 1e12),
         "efficiency": _read_numbers(section.table("efficiency"), tuple(EFFICIENCY), 1.0),

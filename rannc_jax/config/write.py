@@ -21,6 +21,7 @@ def device_text(device: DeviceSpec, comments: tuple[str, ...] = ()) -> str:
         f"memory_gib_per_s = {_number(device.bytes_per_s / GIB)}",
         f"launch_us = {_number(device.launch_s * 1e6)}",
         f"dispatch_us = {_number(device.dispatch_s * 1e6)}",
+        f"leaf_us = {_number(device.leaf_s * 1e6)}",
         f"host_gib_per_s = {_number(device.host_bytes_per_s / GIB)}",
         "",
         "[tflops_per_s]",

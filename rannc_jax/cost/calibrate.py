@@ -26,6 +26,8 @@ from rannc_jax.progress import NoProgress, Progress
 MIB = 2**20
 FILL_S = 4e-3
 """A product is doubled until it takes this long: edges and launches then cost below a percent."""
+FEW, MANY = 8, 72
+"""Arrays of the two calls that tell what a call costs, and an array."""
 
 _RATES: tuple[tuple[str, str, Any], ...] = (  # name of the rate, dtype of the operands, precision
     ("float32", "float32", jax.lax.Precision.HIGHEST),
@@ -102,7 +104,9 @@ class _Bench:
     def run(self) -> Calibration:
         first = self.devices[0]
         copied = self._needed("memory bandwidth", self._copy, "GB/s", 1e9)
-        dispatch_s = self._needed("dispatch", self._dispatch, "us", 1e-6)
+        dispatch_s = self._needed("dispatch", functools.partial(self._dispatch, FEW), "us", 1e-6)
+        many_s = self._wanted("dispatch of many", functools.partial(self._dispatch, MANY), "us", 1e-6)
+        leaf = {} if many_s is None else {"leaf_s": max(0.0, many_s - dispatch_s) / (2 * (MANY - FEW))}
         launch_s = self._needed("launch", self._launch, "us", 1e-6)
         self._products(rare=False)
         best = "float32" if self.is_cpu or "bfloat16" not in self.found.rates else "bfloat16"
@@ -128,6 +132,7 @@ class _Bench:
                 bytes_per_s=copied,
                 launch_s=launch_s,
                 dispatch_s=dispatch_s,
+                **leaf,
                 **slower,
             ),
             description=f"{first.platform} {first.device_kind}",
@@ -185,9 +190,9 @@ class _Bench:
 
         return turns * 2 * x.nbytes / self.clock.seconds(functools.partial(jax.jit(add), x))
 
-    def _dispatch(self) -> float:
-        """Host seconds of calling a program with a few arrays."""
-        xs = [jnp.ones(8) for _ in range(8)]
+    def _dispatch(self, count: int) -> float:
+        """Host seconds of calling a program that takes and gives `count` arrays."""
+        xs = [jnp.ones(8) for _ in range(count)]
         call = jax.jit(lambda xs: [x + 1 for x in xs])
         return self.clock.seconds(lambda: call(xs), most_s=0.5)
 

@@ -157,6 +157,7 @@ class GraphTable:
         graph = opened.graph
         self._priced = _shared(opened, blocks, oracle)
         self._state = state
+        self._trains = bool(opened.gradients)
         modules = [tuple(dict.fromkeys(graph.nodes[n].path for n in nodes)) for nodes in blocks]
         self._blocks = tuple(
             BlockCost(path=common_path(inside), state=own, modules=inside, pieces=len(nodes))
@@ -201,7 +202,15 @@ class GraphTable:
             once_s=self._state.once_bytes[block] * per_byte
             + self._state.once_launches[block] * device.launch_s,
             weight_s=costs.kernels.weight_s(device, rows),
+            num_arrays=self._num_arrays(block),
         )
+
+    def _num_arrays(self, block: int) -> int:
+        """Both programs read what is held; the backward takes and gives sums and takes what was kept."""
+        held, summed = self._state.num_held[block], self._state.num_summed[block]
+        if not self._trains:
+            return held
+        return 2 * held + 2 * summed + 2 * len(self._priced[block].kept[Remat.SAVE_MATMULS])
 
 
 def _shared(opened: OpenedGraph, blocks: Sequence[Sequence[int]], oracle: Oracle | None) -> list["_Block"]:

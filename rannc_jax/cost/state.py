@@ -44,6 +44,8 @@ class State:
         accumulator_bytes: per block, of everything whose gradient it adds up, ties included.
         gradient_bytes: per block, of these gradients as one backward gives them.
         once_bytes, once_launches: per block, traffic and kernels of its prologue and the transpose.
+        num_held, num_summed: per block, parameters and prologue results that a microbatch reads, and how
+            many of them have sums of gradients.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class State:
         self.gradient_bytes: list[int] = []
         self.once_bytes: list[int] = []
         self.once_launches: list[int] = []
+        self.num_held: list[int] = []
+        self.num_summed: list[int] = []
         for nodes in blocks:
             self._add(nodes, tied)
 
@@ -117,3 +121,5 @@ class State:
         self.gradient_bytes.append(sum(program.nbytes(v) for v in (*direct, *made) if v in self._gradients))
         self.once_bytes.append(ONCE_PASSES * (results + sum(program.nbytes(v) for v in sources)))
         self.once_launches.append(2 * len(made))
+        self.num_held.append(len(direct) + len(made))
+        self.num_summed.append(sum(v in self._gradients for v in (*direct, *made)))

@@ -68,6 +68,8 @@ class Priced:
             state (recomputed residuals included).
         once_s: seconds once a step, whatever the number of microbatches: prologue and its transpose.
         weight_s: of the backward, what only gradients of parameters take, so that it may be put off.
+        num_arrays: about how many arrays the programs of one microbatch take and give (parameters, sums of
+            gradients, residuals as of SAVE_MATMULS): the host handles every one.
     """
 
     forward_s: float
@@ -76,6 +78,7 @@ class Priced:
     working_bytes: Mapping[Remat, int]
     once_s: float = 0.0
     weight_s: float = 0.0
+    num_arrays: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +182,7 @@ class AffineBlock:
     working_bytes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     once_s: float = 0.0
     weight_s: tuple[float, float] = (0.0, 0.0)
+    num_arrays: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +213,7 @@ class AffineTable:
             working_bytes={m: int(_at(p, rows)) for m, p in zip(Remat, costs.working_bytes, strict=True)},
             once_s=costs.once_s / speed,
             weight_s=_at(costs.weight_s, rows) / speed,
+            num_arrays=costs.num_arrays,
         )
 
 

@@ -71,17 +71,21 @@ class Evaluation:
         candidate: what was priced.
         prices: by stage.
         transfers: seconds between stages, as the simulator takes them.
-        step_s: seconds of one step, tails included.
+        step_s: seconds of one step: `devices_s`, or `host_s` if that is longer.
+        devices_s: seconds until the last device has ended, tails included.
         pipeline_s: seconds until the last action of the timeline.
         bubble_fraction: of the timeline.
+        host_s: seconds that calling the programs takes.
     """
 
     candidate: Candidate
     prices: tuple[StagePrice, ...]
     transfers: tuple[tuple[int, int, float, float | None], ...]
     step_s: float
+    devices_s: float
     pipeline_s: float
     bubble_fraction: float
+    host_s: float
 
     @property
     def fullness(self) -> float:
@@ -89,14 +93,15 @@ class Evaluation:
         return max(price.fullness for price in self.prices)
 
     @property
-    def rank(self) -> tuple[float, int, int, float]:
-        """What the search makes smallest: the step, and of equally fast plans the simplest and emptiest.
+    def rank(self) -> tuple[float, float, int, int, float]:
+        """What the search makes smallest: the step, then what devices take of it (where the host sets the
+        pace), and of equally fast plans the simplest and emptiest.
 
         Seconds are rounded to ten digits, so that the order of additions decides nothing.
         """
         candidate = self.candidate
-        step_s = float(f"{self.step_s:.10g}")
-        return step_s, candidate.num_microbatches, candidate.num_stages, self.fullness
+        step_s, devices_s = (float(f"{seconds:.10g}") for seconds in (self.step_s, self.devices_s))
+        return step_s, devices_s, candidate.num_microbatches, candidate.num_stages, self.fullness
 
     @property
     def busiest_s(self) -> float:
@@ -172,12 +177,18 @@ class Evaluator:
             [price.weight_s for price in prices],
         )
         ends = timeline.rank_end_s
+        host_s = self.model.host_s(
+            candidate.placements, candidate.num_microbatches, candidate.schedule.has_backward
+        )
         tails = [sum(prices[s].tail_s for s in candidate.stages_of(rank)) for rank in range(len(ends))]
+        devices_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
         return Evaluation(
             candidate=candidate,
             prices=prices,
             transfers=transfers,
-            step_s=max(end + tail for end, tail in zip(ends, tails, strict=True)),
+            step_s=max(host_s, devices_s),
+            devices_s=devices_s,
+            host_s=host_s,
             pipeline_s=max(ends),
             bubble_fraction=timeline.bubble_fraction,
         )

@@ -259,7 +259,9 @@ class ChainSearch:
             run = table.site_of[placed.first_device // self.unit], begin, begin + len(placed.blocks)
             sum_s += float(table.sum_s[run])
             busiest_s = max(busiest_s, float(table.busy_s[run]))
-        return Estimate(step_s=sum_s + self.weight * busiest_s, candidate=candidate)
+        host_s = self.model.host_s(candidate.placements, self.num_microbatches, self.schedule.has_backward)
+        step_s = max(sum_s + self.weight * busiest_s, host_s)
+        return Estimate(step_s=step_s, candidate=candidate)
 
     def _candidate(self, layers: Iterable[_Layer]) -> Candidate:
         """Follow the choices from the first block and unit."""

@@ -20,6 +20,7 @@ class Decision:
         schedule: one of those handed to the search.
         step_s: predicted seconds of one step, gradient reduction and update included.
         bubble_fraction: idle share of the timeline, mean over ranks.
+        host_s: of the step, in which the busiest host calls programs.
         transfers: (source, target, seconds of values, of cotangents or None), as the simulator takes
             them with the stages' `forward_s` and `backward_s`.
         bound_s: no plan of this program on this cluster is faster.
@@ -36,6 +37,7 @@ class Decision:
     schedule: NamedSchedule
     step_s: float
     bubble_fraction: float
+    host_s: float
     transfers: tuple[tuple[int, int, float, float | None], ...]
     bound_s: float
     is_optimal: bool
@@ -85,6 +87,7 @@ def decide(
         schedule=candidate.schedule,
         step_s=best.step_s,
         bubble_fraction=best.bubble_fraction,
+        host_s=best.host_s,
         transfers=best.transfers,
         bound_s=bound_s,
         is_optimal=is_optimal,
@@ -137,12 +140,14 @@ def _reason(best: Evaluation, other: Evaluation) -> str:
         ),
         (
             "gradient reduction and update take",
-            other.step_s - other.pipeline_s,
-            best.step_s - best.pipeline_s,
+            other.devices_s - other.pipeline_s,
+            best.devices_s - best.pipeline_s,
         ),
     )
+    if other.host_s > max(other.devices_s, best.step_s):
+        parts = (("calling its programs takes the host", other.host_s, best.host_s),)
     name, loses_s, wins_s = max(parts, key=lambda part: part[1] - part[2])
-    if other.rank[0] <= best.rank[0]:
+    if other.rank[:2] <= best.rank[:2]:
         return "as fast; the plan with fewer parts and less memory was taken"
     return f"{name} {ms(loses_s)} ms, against {ms(wins_s)} ms"
 

@@ -252,6 +252,38 @@ class StageModel:
             result.append((*pair, link.seconds(values[pair]), back))
         return tuple(result)
 
+    def host_s(self, placements: Sequence[Placement], num_microbatches: int, trains: bool) -> float:
+        """Seconds in which the busiest host calls the programs and copies of a step, one after another.
+
+        A plan of one stage is one program a step, whatever the number of microbatches.
+        """
+        calls, arrays = Counter[int](), Counter[int]()
+        for placed in placements:
+            rows = self.rows // num_microbatches // placed.num_replicas
+            kind = self.kind_of[placed.first_device]
+            each = sum(self.block_price(block, rows, kind).num_arrays for block in placed.blocks)
+            for host, replicas in Counter(self.hosts[device] for device in placed.devices).items():
+                calls[host] += 1 + trains
+                arrays[host] += each * replicas
+        if len(placements) == 1:
+            calls, num_microbatches = Counter(dict.fromkeys(calls, 1)), 1
+        for source, target, back in self._neighbours(placements, trains):
+            ends = (*placements[source].devices, *placements[target].devices)
+            calls.update(dict.fromkeys({self.hosts[device] for device in ends}, 1 + back))
+        slowest = max(self.kinds, key=lambda kind: kind.dispatch_s)
+        seconds = (calls[host] * slowest.dispatch_s + arrays[host] * slowest.leaf_s for host in calls)
+        return num_microbatches * max(seconds)
+
+    def _neighbours(self, placements: Sequence[Placement], trains: bool) -> list[tuple[int, int, bool]]:
+        """(source stage, target stage, whether cotangents come back) of stages that values go between."""
+        stage_of = {b: stage for stage, placed in enumerate(placements) for b in placed.blocks}
+        found: dict[tuple[int, int], bool] = {}
+        for value in self.values:
+            source = stage_of[value.producer]
+            for target in {stage_of[consumer] for consumer in value.consumers} - {source}:
+                found[source, target] = found.get((source, target), False) or (trains and value.needs_grad)
+        return [(*pair, back) for pair, back in sorted(found.items())]
+
     def _link_between(self, source: Placement, target: Placement) -> LinkSpec:
         """The slowest link over which rows go from one stage to the other."""
         for sender, device in enumerate(source.devices):

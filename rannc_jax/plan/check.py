@@ -33,7 +33,7 @@ def check_plan(plan: "Plan", mistakes: Mistakes) -> None:
         word = getattr(plan, name)
         if word not in options:
             mistakes.add(name, f"got {shown(word)}, expected {one_of(options)}{nearest(word, options)}")
-    _check_numbers(mistakes, "", {"step_s": plan.step_s, "bound_s": plan.bound_s})
+    _check_numbers(mistakes, "", {"step_s": plan.step_s, "bound_s": plan.bound_s, "host_s": plan.host_s})
     if not 0 <= plan.bubble_fraction < 1:
         mistakes.add("bubble_fraction", f"got {plan.bubble_fraction}, expected 0 or more and below 1")
     _check_blocks(plan, mistakes)

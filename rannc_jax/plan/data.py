@@ -127,6 +127,7 @@ class Plan:
         loss: how the losses of parts combine ("mean", "sum", "weighted", "mean_of_means", "none").
         step_s, bubble_fraction, bound_s: predicted step time, idle share, and a lower bound that no plan
             of this program on this cluster can beat.
+        host_s: seconds of a step in which the busiest host calls programs; `step_s` is no less.
         runners_up: best first.
         notes: what the plan does that a user might not expect, one sentence each.
         versions: of this package, jax, and what else decided the program.
@@ -151,6 +152,7 @@ class Plan:
     loss: str = "mean"
     step_s: float = 0.0
     bubble_fraction: float = 0.0
+    host_s: float = 0.0
     bound_s: float = 0.0
     runners_up: tuple[RunnerUp, ...] = ()
     notes: tuple[str, ...] = ()

@@ -89,8 +89,13 @@ def _stages(stages: list[int]) -> str:
 
 
 def _limits(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[str]:
-    found = [*_balance(plan, ranks), *_memory(plan, ranks), *_links(plan, ranks)]
+    found = [*_host(plan), *_balance(plan, ranks), *_memory(plan, ranks), *_links(plan, ranks)]
     yield from found or ["compute: devices are evenly busy, memory and links leave room"]
+
+
+def _host(plan: "Plan") -> Iterator[str]:
+    if plan.step_s and plan.host_s >= plan.step_s:
+        yield f"the host: calling programs takes {ms(plan.host_s)} ms, longer than the devices need"
 
 
 def _balance(plan: "Plan", ranks: dict[tuple[int, ...], list[int]]) -> Iterator[str]:

@@ -101,6 +101,8 @@ def _headline(plan: "Plan") -> str:
 
 def _prediction(plan: "Plan") -> str:
     line = f"predicted: step {ms(plan.step_s)} ms, bubble {100 * plan.bubble_fraction:.1f} %"
+    if plan.host_s >= plan.step_s > 0:
+        line += " (what the host takes to call the programs)"
     if plan.bound_s > 0:
         gap = 100 * (plan.step_s / plan.bound_s - 1)
         line += f", {gap:.1f} % above the lower bound of {ms(plan.bound_s)} ms"

@@ -71,6 +71,8 @@ def timeline_text(plan: Plan, timeline: Timeline, *, width: int = 72) -> str:
     if len(drawn) < len(ranks):
         notes.append(f"{len(drawn)} of {count(len(ranks), 'group')} of devices, evenly spaced")
     notes.append(f"busy: {min(busy):.0%} to {max(busy):.0%}, mean {sum(busy) / len(busy):.0%}")
+    if plan.host_s > step_s:
+        notes.append(f"not drawn: the host takes {ms(plan.host_s)} ms to call the programs")
     if idle:
         notes.append(f"{count(idle, 'device')} of {plan.cluster.num_devices} not used")
     return "\n".join([*lines, "", *notes])

@@ -95,8 +95,9 @@ def priced(table, cluster, microbatch_rows, m, stages, devices, schedule, modes)
         ]
         forward, backward, tails = zip(*timed, strict=True)
         ends = simulate(schedule, m, forward, backward, transfers).rank_end_s
+        host_s = host_seconds(table, cluster, m, stages, devices)
         yield (
-            max(e + t for e, t in zip(ends, tails, strict=True)),
+            max(host_s, *(e + t for e, t in zip(ends, tails, strict=True))),
             (stages, devices, m, schedule.name, chosen),
         )
 
@@ -158,6 +159,26 @@ def transfer_seconds(table, cluster, microbatch_rows, stages, devices):
         back = [v for v in crossing if v.needs_grad]
         transfers.append((s, t, seconds(crossing), seconds(back) if back else None))
     return transfers
+
+
+def host_seconds(table, cluster, m, stages, devices):
+    """Every host calls its programs one after another: two a stage and microbatch, and a copy for each way
+    between two stages; of one stage the whole step is one program."""
+    seconds = []
+    for host in {cluster.host(d) for d in range(cluster.num_devices)}:
+        mine = [[d for d in on if cluster.host(d) == host] for on in devices]
+        calls = sum(2 for here in mine if here)
+        arrays = sum(
+            table.affine[b].num_arrays * len(mine[s]) for s, blocks in enumerate(stages) for b in blocks
+        )
+        for s, t, _, back in transfer_seconds(table, cluster, m, stages, devices):
+            if mine[s] or mine[t]:
+                calls += 1 if back is None else 2
+        spec = max((cluster.device(d) for d in range(cluster.num_devices)), key=lambda d: d.dispatch_s)
+        times = 1 if len(stages) == 1 else m
+        calls = min(calls, 1) if len(stages) == 1 else calls
+        seconds.append(times * (calls * spec.dispatch_s + arrays * spec.leaf_s))
+    return max(seconds)
 
 
 def states(table, blocks):

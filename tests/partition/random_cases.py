@@ -1,14 +1,21 @@
 """Random small programs and clusters, the same for the same seed."""
 
 import random
+from dataclasses import replace
 
 from rannc_jax.cluster import ClusterSpec, DeviceGroup, DeviceSpec, LinkSpec
 from rannc_jax.cost.table import AffineBlock, AffineTable, BlockValue, StateBytes, TiedState
 
 
-def device(kind="a", memory_bytes=10**9, margin=0.0, bytes_per_s=1e6):
+def device(kind="a", memory_bytes=10**9, margin=0.0, bytes_per_s=1e6, dispatch_s=0.0, leaf_s=0.0):
     return DeviceSpec(
-        kind=kind, platform="cpu", memory_bytes=memory_bytes, memory_margin=margin, bytes_per_s=bytes_per_s
+        kind=kind,
+        platform="cpu",
+        memory_bytes=memory_bytes,
+        memory_margin=margin,
+        bytes_per_s=bytes_per_s,
+        dispatch_s=dispatch_s,
+        leaf_s=leaf_s,
     )
 
 
@@ -85,6 +92,7 @@ def random_block(rng, index):
         residual_bytes=((0, saved), (0, saved // 2), (0, saved // 10)),
         working_bytes=((0, 5), (0, 10), (10, saved)),
         once_s=rng.choice([0.0, 1e-4]),
+        num_arrays=index + 2,
     )
 
 
@@ -94,4 +102,12 @@ def random_problem(seed, *, most_blocks=5, most_devices=4):
     num_blocks = rng.randint(1, most_blocks)
     num_devices = rng.randint(1, most_devices)
     table = random_table(rng, num_blocks, chain=seed % 2 == 0)
-    return table, random_cluster(rng, num_devices), rng.choice([1, 2, 4, 6])
+    cluster, rows = random_cluster(rng, num_devices), rng.choice([1, 2, 4, 6])
+    return table, with_slow_host(cluster, rng.choice([0.0, 2e-4, 1e-3])), rows
+
+
+def with_slow_host(cluster, dispatch_s):
+    """The same devices, whose programs take their host that long to call."""
+    host = {"dispatch_s": dispatch_s, "leaf_s": dispatch_s / 20}
+    groups = tuple(replace(group, device=replace(group.device, **host)) for group in cluster.groups)
+    return replace(cluster, groups=groups)
