@@ -9,10 +9,12 @@ stage are small. The programme finds the least sum
 under a cap on the busiest stage, for a ladder of caps from the least possible one upwards: the useful
 part of the Pareto front, not one label a cell. It keeps the number of stages apart, counted from the
 last stage, because that is what the memory of 1F1B depends on. On large clusters stages begin at every
-few devices only (a unit). Plans are estimates here; the caller prices them again on the clock.
+few devices only (a unit), and the first hosts of each kind are searched once more by themselves, with
+smaller units (`spans`). Plans are estimates here; the caller prices them again on the clock.
 O(caps x stages x blocks^2 x units x replica counts) in numpy.
 """
 
+import bisect
 import functools
 import itertools
 import math
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 
 from rannc_jax.partition.candidate import Candidate
 from rannc_jax.partition.constraints import NamedSchedule
-from rannc_jax.partition.interval import Case, IntervalCosts, IntervalTable, Matrix, busy_weight
+from rannc_jax.partition.interval import Case, IntervalCosts, IntervalTable, Matrix, Span, busy_weight
 from rannc_jax.partition.mode import Mode
 from rannc_jax.partition.space import Space, replica_counts
 from rannc_jax.partition.stage import Placement, StageModel
@@ -32,11 +34,14 @@ from rannc_jax.partition.stage import Placement, StageModel
 CAP_STEP = 1.04
 """Least ratio of the ladder of caps: the share of a step that may be lost between two rungs."""
 MOST_CAPS = 10
+MOST_BETWEEN = 1
+"""Times that two more rungs are put between the best one and its neighbours."""
 MOST_UNITS = 48
 """Places where a stage may begin; on larger clusters a unit is as many devices as that takes."""
+FINER = 6
+"""Of devices that are searched once more with smaller units, about the share that is taken each time."""
 PATIENCE = 4
 """Layers in a row that may be too slow before more stages are given up."""
-SKIP_UNIT = -1
 
 
 Pick = Callable[[IntervalTable], Matrix]
@@ -54,13 +59,13 @@ class Estimate:
 class _Layer:
     """Plans of one number of stages by [first unit, first block]: value, and how to go on.
 
-    `replicas` of the first stage, or SKIP_UNIT where the unit stays idle; `next_block` begins the stage
-    after.
+    `replicas` of the first stage, or less than 0 where so many units stay idle; `next_block` begins the
+    stage after.
     """
 
     value: Matrix
-    next_block: NDArray[np.int16]
-    replicas: NDArray[np.int16]
+    next_block: NDArray[np.int32]
+    replicas: NDArray[np.int32]
 
 
 class ChainSearch:
@@ -72,14 +77,17 @@ class ChainSearch:
         space: Space,
         schedule: NamedSchedule,
         num_microbatches: int,
+        span: Span,
     ) -> None:
         self.model: StageModel = costs.model
+        self.span = span
         self.costs = costs
         self.space = space
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.weight = busy_weight(num_microbatches)
-        self.unit = unit_size(self.model.num_devices)
+        hosts = self.model.hosts[span.first : span.first + span.num_devices : span.unit]
+        self.host_starts = [u for u in range(1, span.num_units) if hosts[u] != hosts[u - 1]]
         self.closed = np.zeros(self.model.num_blocks + 1, dtype=bool)
         if space.boundaries is not None:
             self.closed[:] = True
@@ -123,19 +131,33 @@ class ChainSearch:
         ratio = (
             max(CAP_STEP, (most_cap / cap) ** (1 / MOST_CAPS)) if 0 < cap < most_cap < math.inf else CAP_STEP
         )
-        worse = 0
+        caps, bests = [], []
         for _ in range(MOST_CAPS):
-            most_sum_s = beat_s - self.weight * cap / ratio
-            pick = functools.partial(_capped, cap=cap)
-            layers = self._solve(np.add, pick, most_sum_s=most_sum_s, most_stages=most_stages)
-            rung = list(self._estimates(layers, most_sum_s))
+            rung = self._under(cap, beat_s - self.weight * cap / ratio, most_stages)
             yield from rung
-            best = min((estimate.step_s for estimate in rung), default=math.inf)
-            worse = worse + 1 if found <= best < math.inf else 0
-            found = min(found, best)
-            if worse == 2 or least_sum_s + self.weight * cap > min(found, beat_s):
-                return
+            caps.append(cap)
+            bests.append(min((estimate.step_s for estimate in rung), default=math.inf))
+            found = min(found, bests[-1])
+            if least_sum_s + self.weight * cap > min(found, beat_s):
+                break
             cap *= ratio
+        for _ in range(MOST_BETWEEN):
+            at = bests.index(min(bests))
+            below, above = caps[max(at - 1, 0)], caps[min(at + 1, len(caps) - 1)]
+            for cap in (math.sqrt(below * caps[at]), math.sqrt(caps[at] * above)):
+                if cap in caps or above / below < CAP_STEP:
+                    continue
+                rung = self._under(cap, beat_s - self.weight * below, most_stages)
+                yield from rung
+                place = bisect.bisect(caps, cap)
+                caps.insert(place, cap)
+                bests.insert(place, min((estimate.step_s for estimate in rung), default=math.inf))
+
+    def _under(self, cap: float, most_sum_s: float, most_stages: int) -> list[Estimate]:
+        """The plans of a rung."""
+        pick = functools.partial(_capped, cap=cap)
+        layers = self._solve(np.add, pick, most_sum_s=most_sum_s, most_stages=most_stages)
+        return list(self._estimates(layers, most_sum_s))
 
     def smallest(self) -> list[Candidate]:
         """For each number of stages the plan whose fullest device is least full, whatever its speed."""
@@ -152,7 +174,8 @@ class ChainSearch:
         """
         above = 0
         layers = [self._no_stage()]
-        for after in range(most_stages or self.space.most_stages(self.model)):
+        most = min(self.space.most_stages(self.model), self.span.num_devices)
+        for after in range(most_stages or most):
             layers.append(self._layer(layers[-1].value, after, combine, pick))
             whole = self._value(layers, len(layers) - 1)
             above = above + 1 if most_sum_s < whole < math.inf else 0
@@ -162,10 +185,10 @@ class ChainSearch:
 
     def _no_stage(self) -> _Layer:
         """Nothing is left to place after the last block, wherever that is."""
-        shape = (self.model.num_devices // self.unit + 1, self.model.num_blocks + 1)
+        shape = (self.span.num_units + 1, self.model.num_blocks + 1)
         value = np.full(shape, np.inf)
         value[:, -1] = 0.0
-        return _Layer(value, np.zeros(shape, np.int16), np.zeros(shape, np.int16))
+        return _Layer(value, np.zeros(shape, np.int32), np.zeros(shape, np.int32))
 
     def _sweep(self, combine: np.ufunc, pick: Pick) -> _Layer:
         """Plans of any number of stages, as a layer that continues in itself."""
@@ -179,7 +202,7 @@ class ChainSearch:
         for begin in np.flatnonzero(~self.closed[:-1])[::-1].tolist():
             for count, cost, site_of in priced:
                 ahead = cost[site_of, begin, begin + 1 :]
-                total = combine(ahead, layer.value[self._width(count) :, begin + 1 :])
+                total = combine(ahead, layer.value[self._behind(count, site_of), begin + 1 :])
                 least = total.min(axis=1)
                 units = slice(0, len(site_of))
                 better = least < layer.value[units, begin]
@@ -192,9 +215,10 @@ class ChainSearch:
     def _layer(self, later: Matrix, after: int, combine: np.ufunc, pick: Pick) -> _Layer:
         """Put one stage before the plans in `later`, which have `after` stages."""
         value = np.full_like(later, np.inf)
-        next_block, replicas = np.zeros(later.shape, np.int16), np.zeros(later.shape, np.int16)
+        next_block, replicas = np.zeros(later.shape, np.int32), np.zeros(later.shape, np.int32)
         for count, table in self._tables_after(after):
-            total = combine(pick(table)[table.site_of], later[self._width(count) :, None, :])
+            behind = later[self._behind(count, table.site_of), None, :]
+            total = combine(pick(table)[table.site_of], behind)
             least = total.min(axis=2)
             units = slice(0, len(least))
             better = least < value[units]
@@ -207,21 +231,28 @@ class ChainSearch:
         return layer
 
     def _skip_units(self, layer: _Layer, blocks: slice) -> None:
-        """Where devices differ, a plan may be better one unit later."""
-        if self.model.is_uniform:
-            return
+        """Where hosts differ, a plan may be better on a later one: the rest of a host may stay idle. Not a
+        part of it, or a stage that comes from another host would look as if it came from this one.
+        """
         value, replicas = layer.value[:, blocks], layer.replicas[:, blocks]
-        later = np.minimum.accumulate(value[::-1], axis=0)[::-1]
-        replicas[later < value] = SKIP_UNIT
-        np.copyto(value, later)
+        for first, start in reversed(list(itertools.pairwise([0, *self.host_starts]))):
+            idle = np.arange(first, start)
+            better = value[start] < value[idle]
+            value[idle] = np.where(better, value[start], value[idle])
+            replicas[idle] = np.where(better, (idle - start)[:, None], replicas[idle])
 
     def _width(self, replicas: int) -> int:
         """Units that a stage takes."""
-        return -(-replicas // self.unit)
+        return -(-replicas // self.span.unit)
+
+    def _behind(self, replicas: int, site_of: NDArray[np.intp]) -> slice:
+        """The units right behind a stage that begins at each of its sites."""
+        return slice(self._width(replicas), self._width(replicas) + len(site_of))
 
     def _replicas(self, stage: int) -> tuple[int, ...]:
         fixed = self.space.constraints.replicas_of(stage)
-        return replica_counts(self.model, self.model.rows // self.num_microbatches, fixed)
+        counts = replica_counts(self.model, self.model.rows // self.num_microbatches, fixed)
+        return tuple(count for count in counts if count <= self.span.num_devices)
 
     def _priced_after(self, after: int) -> list[tuple[int, IntervalTable]]:
         """Replicas and prices of a stage with `after` stages behind it."""
@@ -232,7 +263,7 @@ class ChainSearch:
 
     def _priced(self, replicas: int, in_flight: int, modes: tuple[Mode, ...]) -> IntervalTable:
         case = Case(replicas, self.num_microbatches, self.schedule.has_backward, modes, self.space.rules)
-        return self.costs.table(case, self.unit, in_flight)
+        return self.costs.table(case, self.span, in_flight)
 
     def _ends(self, layers: list[_Layer]) -> list[int]:
         """Numbers of stages for which there is a whole plan."""
@@ -256,7 +287,8 @@ class ChainSearch:
         for stage, placed in enumerate(candidate.placements):
             table = dict(self._tables_after(num_stages - 1 - stage))[placed.num_replicas]
             begin = min(position[block] for block in placed.blocks)
-            run = table.site_of[placed.first_device // self.unit], begin, begin + len(placed.blocks)
+            unit = (placed.first_device - self.span.first) // self.span.unit
+            run = table.site_of[unit], begin, begin + len(placed.blocks)
             sum_s += float(table.sum_s[run])
             busiest_s = max(busiest_s, float(table.busy_s[run]))
         host_s = self.model.host_s(candidate.placements, self.num_microbatches, self.schedule.has_backward)
@@ -268,15 +300,31 @@ class ChainSearch:
         begin = unit = 0
         placements = []
         for layer in layers:
-            while layer.replicas[unit, begin] == SKIP_UNIT:
-                unit += 1
+            while layer.replicas[unit, begin] < 0:
+                unit -= int(layer.replicas[unit, begin])
             end, replicas = int(layer.next_block[unit, begin]), int(layer.replicas[unit, begin])
             blocks = tuple(sorted(self.costs.order[begin:end]))
-            placements.append(Placement(blocks, unit * self.unit, replicas))
+            placements.append(Placement(blocks, self.span.first + unit * self.span.unit, replicas))
             begin, unit = end, unit + self._width(replicas)
             if begin == self.model.num_blocks:
                 break
         return Candidate(self.schedule, self.num_microbatches, tuple(placements))
+
+
+def spans(model: StageModel) -> list[Span]:
+    """All devices; and where stages can only begin at every few of them, for each kind as many of its first
+    hosts as let them begin more closely, down to every device."""
+    hosts, total = model.hosts, model.num_devices
+    found = [Span(0, total, unit_size(total))]
+    starts = [d for d in range(total) if d == 0 or model.kind_of[d] != model.kind_of[d - 1]]
+    for start in starts:
+        count = total - start
+        while unit_size(count) > 1:
+            most = max(count // FINER, MOST_UNITS)
+            ends = (d for d in range(start + most, start, -1) if hosts[d] != hosts[d - 1])
+            count = next(ends, start + most) - start
+            found.append(Span(start, count, unit_size(count)))
+    return found
 
 
 def unit_size(num_devices: int) -> int:

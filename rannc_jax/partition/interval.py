@@ -32,12 +32,27 @@ class Site:
     Args:
         kinds: indices of the kinds of its devices.
         ring: its replicas.
-        enters_host: the device before it lies on another host.
+        enters_host: its last device lies on another host than the device before it.
+        shares_host: it lies on several hosts, and not on all devices of the last one.
     """
 
     kinds: tuple[int, ...]
     ring: Ring
     enters_host: bool
+    shares_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Devices that stages are placed on, each beginning at a multiple of `unit` devices from `first` on."""
+
+    first: int
+    num_devices: int
+    unit: int
+
+    @property
+    def num_units(self) -> int:
+        return -(-self.num_devices // self.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +107,27 @@ class IntervalCosts:
         self._kept = functools.cache(self._kept_bytes)
         self._sums = functools.cache(self._kind_sums)
 
-    def _sites(self, replicas: int, unit: int) -> tuple[list[Site], NDArray[np.intp]]:
-        """Distinct sites of a stage of `replicas`, and the site by first unit of so many devices."""
-        last = self.model.num_devices // unit * unit - -(-replicas // unit) * unit
-        found = [self.site_of(first, replicas) for first in range(0, last + 1, unit)]
+    def _sites(self, replicas: int, span: Span) -> tuple[list[Site], NDArray[np.intp]]:
+        """Distinct sites of a stage of `replicas`, and the site by first unit."""
+        firsts = range(0, span.num_devices - replicas + 1, span.unit)
+        found = [self.site_of(span.first + first, replicas) for first in firsts]
         sites = list(dict.fromkeys(found))
-        return sites, np.array([sites.index(site) for site in found])
+        return sites, np.array([sites.index(site) for site in found], np.intp)
 
     def site_of(self, first: int, replicas: int) -> Site:
         """The site of a stage that begins at device `first`."""
         kinds, hosts = self.model.kind_of, self.model.hosts
+        last, behind = hosts[first + replicas - 1], hosts[first + replicas : first + replicas + 1]
         return Site(
             kinds=tuple(sorted(set(kinds[first : first + replicas]))),
             ring=self.model.ring(Placement((), first, replicas)),
-            enters_host=first > 0 and hosts[first - 1] != hosts[first],
+            enters_host=first > 0 and hosts[first - 1] != last,
+            shares_host=hosts[first] != last and last in behind,
         )
 
-    def _table(self, case: Case, unit: int, in_flight: int) -> IntervalTable:
+    def _table(self, case: Case, span: Span, in_flight: int) -> IntervalTable:
         """Price all runs on every site; each in the fastest mode that fits."""
-        sites, site_of = self.sites(case.replicas, unit)
+        sites, site_of = self.sites(case.replicas, span)
         size = len(self.order) + 1
         found = np.full((3, len(sites), size, size), np.inf)
         for index, site in enumerate(sites):
@@ -124,15 +141,17 @@ class IntervalCosts:
         modes = case.modes if case.rules else for_replicas(case.modes, case.replicas)
         sums = [self._sums(kind, rows) for kind in site.kinds]
         into_s, back_s = self._entry_seconds(site, rows, case.trains)
+        leave_s = self._exit_seconds(site, rows, case.trains)
         buffers = self._buffers(rows, case.trains)
         step, total, busy, fixed, residual = [], [], [], [], []
         for mode in modes:
             forward_s, backward_s, tail_s = self._seconds(case, site, sums, mode)
             work_s = forward_s + backward_s
             step.append(m * work_s + tail_s)
-            total.append(work_s + into_s + back_s)
+            total.append(work_s + into_s + back_s + leave_s)
             spread_s = work_s + tail_s / busy_weight(m)
-            busy.append(np.maximum(spread_s, np.maximum(into_s, back_s)) if m > 1 else tail_s)
+            slowest_s = np.maximum(np.maximum(into_s, back_s), leave_s)
+            busy.append(np.maximum(spread_s, slowest_s) if m > 1 else tail_s)
             kept = self._kept(mode, case.replicas) + buffers
             fixed.append([kept + own.working_bytes[mode.remat] for own in sums])
             residual.append([own.residual_bytes[mode.remat] for own in sums])
@@ -189,6 +208,15 @@ class IntervalCosts:
         into_s = np.where(there > 0, link.latency_s + there / link.bytes_per_s, 0.0)
         back_s = np.where(back > 0, link.latency_s + back / link.bytes_per_s, 0.0)
         return into_s, back_s
+
+    def _exit_seconds(self, site: Site, rows: int, trains: bool) -> Runs:
+        """Seconds to the next stage and back, where that may lie on the last of several hosts: it does not
+        enter another one, and yet some of these replicas are on others."""
+        if not site.shares_host:
+            return np.zeros(self.begin.shape)
+        link, flows = self.model.cluster.inter_host, self.into[trains]
+        moved = flows.out_row * rows + flows.out_fixed
+        return np.where(moved > 0, (1 + trains) * link.latency_s + moved / link.bytes_per_s, 0.0)
 
     def _state(self) -> StageState:
         """State of every run, ties counted once."""

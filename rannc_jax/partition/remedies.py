@@ -11,7 +11,7 @@ from rannc_jax.cluster import MOST_DEVICES, ClusterSpec
 from rannc_jax.contract import Remat
 from rannc_jax.errors import PlanError
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simulator
-from rannc_jax.partition.chain import ChainSearch
+from rannc_jax.partition.chain import ChainSearch, spans
 from rannc_jax.partition.constraints import AUTO, Constraints
 from rannc_jax.partition.even import even_cuts
 from rannc_jax.partition.interval import IntervalCosts
@@ -205,7 +205,7 @@ def _candidates(evaluator: Evaluator, space: Space) -> Iterator[Candidate]:
         costs = IntervalCosts(model, order)
         for schedule in chains or (space.chains if split else ()):
             for m in space.num_microbatches:
-                for candidate in ChainSearch(costs, space, schedule, m).smallest():
+                for candidate in ChainSearch(costs, space, schedule, m, spans(costs.model)[0]).smallest():
                     runs = [s for s in split if s.runs(candidate.num_stages, m)]
                     yield from (replace(candidate, schedule=s) for s in runs) if split else [candidate]
     if not chains:

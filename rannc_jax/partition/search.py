@@ -16,7 +16,7 @@ from rannc_jax.cost.table import CostTable
 from rannc_jax.errors import InfeasibleError, PlanError, message
 from rannc_jax.partition.bound import lower_bound
 from rannc_jax.partition.candidate import Candidate, Evaluation, Evaluator, Simulator
-from rannc_jax.partition.chain import ChainSearch, Estimate
+from rannc_jax.partition.chain import ChainSearch, Estimate, spans
 from rannc_jax.partition.constraints import Constraints
 from rannc_jax.partition.decision import Decision, decide, summary
 from rannc_jax.partition.even import even_cuts, split_backwards
@@ -31,9 +31,14 @@ from rannc_jax.partition.stage import Placement, StageModel
 from rannc_jax.plan import RunnerUp
 from rannc_jax.words import gib
 
-MOST_PRICED = 48
+MOST_PRICED = 96
 """Proposals that are priced on the clock, best estimates first."""
 MOST_REFINED = 3
+"""Plans that are refined because they are the best; others because they are the best of their kind."""
+MOST_KINDS = 9
+"""Kinds (numbers of stages, of microbatches, schedules) whose best plan is refined too."""
+KIND_NEAR = 1.35
+"""Such a plan may take so many times as long as the best one, and still overtake it."""
 MOST_TRIED = 200
 """Plans that one refinement may price."""
 EXACT_BLOCKS = 10
@@ -43,8 +48,9 @@ MOST_VISITED = 30_000
 FAR = 2.0
 """Plans whose estimate, which none of their case beats, is further above the best priced plan are not priced:
 on many devices they have thousands of microbatches, and the clock runs every one."""
-NEAR = 1.1
-"""Estimates up to this factor above the best priced plan are still worth a look."""
+NEAR = 1.3
+"""Estimates up to this factor above the best priced plan are still worth a look: they spread tails over
+microbatches and count both directions of a link, and may be so much too long."""
 
 
 def search(
@@ -131,12 +137,27 @@ def _best(pool: "_Pool", most_visited: int) -> ExactResult:
         pool.price(candidate)
     for candidate in split_backwards(evaluator, _with_whole_backwards(pool)):
         pool.price(candidate)
-    for start in pool.ranked()[:MOST_REFINED]:
+    for start in _starts(pool):
         pool.add(refine(evaluator, start, most_tried=MOST_TRIED))
     hopeless = (
         pool.best is not None and evaluator.model.num_blocks > EXACT_BLOCKS and space.boundaries is None
     )
     return exact_search(evaluator, space, incumbent=pool.best, most_visited=0 if hopeless else most_visited)
+
+
+def _starts(pool: "_Pool") -> list[Evaluation]:
+    """Plans to refine: the best ones, and the best of kinds that may overtake them, in turn by number of
+    stages, of microbatches and by schedule. A search that is told one of these would begin there."""
+    ranked = pool.ranked()
+    starts = dict.fromkeys(ranked[:MOST_REFINED])
+    near = [found for found in ranked if found.step_s <= KIND_NEAR * pool.best_s]
+    kinds = []
+    for name in ("num_stages", "num_microbatches", "schedule"):
+        firsts = {getattr(found.candidate, name): found for found in reversed(near)}
+        kinds.append(sorted(firsts.values(), key=lambda found: found.rank))
+    others = (found for turn in itertools.zip_longest(*kinds) for found in turn if found is not None)
+    starts |= dict.fromkeys(itertools.islice((found for found in others if found not in starts), MOST_KINDS))
+    return list(starts)
 
 
 def _with_whole_backwards(pool: "_Pool") -> list[Evaluation]:
@@ -188,9 +209,9 @@ def _propose(pool: _Pool, space: Space) -> None:
     chosen = [own] if space.boundaries is not None else orders(model.num_blocks, model.values)
     cases: list[tuple[float, ChainSearch, Candidate | None]] = []
     for costs in map(IntervalCosts, itertools.repeat(model), chosen):
-        chains = itertools.product(chain_schedules(space.schedules), space.num_microbatches)
-        for schedule, num_microbatches in chains:
-            chain = ChainSearch(costs, space, schedule, num_microbatches)
+        chains = itertools.product(spans(model), chain_schedules(space.schedules), space.num_microbatches)
+        for span, schedule, num_microbatches in chains:
+            chain = ChainSearch(costs, space, schedule, num_microbatches, span)
             outlook_s, candidate = chain.outlook()
             cases.append((outlook_s, chain, candidate))
     cases.sort(key=lambda case: case[0])

@@ -111,3 +111,32 @@ def with_slow_host(cluster, dispatch_s):
     host = {"dispatch_s": dispatch_s, "leaf_s": dispatch_s / 20}
     groups = tuple(replace(group, device=replace(group.device, **host)) for group in cluster.groups)
     return replace(cluster, groups=groups)
+
+
+def problem_on_hosts(seed):
+    """(table, cluster, rows) of more blocks, on several hosts or two kinds of device."""
+    rng = random.Random(seed)
+    table = random_table(rng, rng.randint(5, 14), chain=rng.random() < 0.6)
+    memory = rng.choice([10**9, 10**9, 20000, 8000])
+    slow = LinkSpec(bytes_per_s=rng.choice([5e3, 2e4, 1e5]), latency_s=rng.choice([0, 1e-4]))
+    hosts, count = rng.choice([(2, 2), (2, 4), (3, 2), (4, 2), (2, 3)])
+    kinds = [device(memory_bytes=memory), device("b", memory_bytes=2 * memory, bytes_per_s=5e5)]
+    groups = [DeviceGroup(device=kinds[0], hosts=hosts, count_per_host=count)]
+    if rng.random() < 0.4:
+        groups = [DeviceGroup(device=kind, count_per_host=count) for kind in rng.sample(kinds, 2)]
+    return (
+        table,
+        with_slow_host(cluster(*groups, inter=slow), rng.choice([0, 0, 2e-4])),
+        rng.choice([4, 8, 12, 16]),
+    )
+
+
+def smaller_clusters(whole):
+    """Each kind alone, fewer hosts, half of a host."""
+    first = whole.groups[0]
+    if len(whole.groups) > 1:
+        yield from (replace(whole, groups=(group,)) for group in whole.groups)
+    else:
+        yield from (replace(whole, groups=(replace(first, hosts=h),)) for h in range(1, first.hosts))
+    half = replace(first, hosts=1, count_per_host=max(1, first.count_per_host // 2))
+    yield replace(whole, groups=(half,))
