@@ -142,8 +142,7 @@ def make_plan(
             `auto_partition`.
         params, batch, model_state, frozen, rng: arrays or `jax.ShapeDtypeStruct`s. Without an optimizer
             a tuple `batch` holds the positional arguments after params.
-        runnable: choose from what this release runs. False: from all that can be planned, offloaded state
-            included.
+        runnable: choose from what this release runs. False: from all that can be planned.
         **constraints: as in `auto_partition`.
 
     Returns:

@@ -124,8 +124,6 @@ def test_wrong_arguments_are_named():
         rannc_jax.auto_partition(loss_fn, optimizer=optax.sgd(0.1), mesh=3)
     with pytest.raises(TraceError, match="is no function"):
         rannc_jax.auto_partition(3, optimizer=optax.sgd(0.1))
-    with pytest.raises(PlanError, match="offload=True is not run yet"):
-        rannc_jax.auto_partition(loss_fn, optimizer=optax.sgd(0.1), offload=True)
     step = rannc_jax.auto_partition(loss_fn, optimizer=optax.sgd(0.1))
     with pytest.raises(TraceError, match="one batch, got 1 more"):
         step.init(WEIGHTS, BATCH, BATCH)

@@ -6,7 +6,7 @@ from rannc_jax.plan import Plan
 from rannc_jax.schedule import schedule_named
 
 SHARDINGS = tuple(Sharding)
-OFFLOADS = (False,)
+OFFLOADS = (False, True)
 
 
 def check_runs(plan: Plan) -> None:

@@ -80,9 +80,9 @@ class StageProgram:
     donates: tuple[int, ...]
     function: Callable[..., list[jax.Array]]
 
-    def compiled(self, shares: Shares, *, donate: bool = True) -> Callable[..., list[jax.Array]]:
+    def compiled(self, shares: Shares, donates: tuple[int, ...] = ()) -> Callable[..., list[jax.Array]]:
         """The jitted program for a stage's devices, the same object every time; results lie as it says."""
-        return _compiled(self, shares, donate)
+        return _compiled(self, shares, donates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,9 @@ Op = StageProgram | Send
 
 
 @functools.cache
-def _compiled(program: StageProgram, shares: Shares, donate: bool) -> Callable[..., list[jax.Array]]:
+def _compiled(
+    program: StageProgram, shares: Shares, donates: tuple[int, ...]
+) -> Callable[..., list[jax.Array]]:
     def layout(value: Value, shape: tuple[int, ...]) -> NamedSharding:
         if value.kind is Kind.NEW_PARAM:
             return shares.on_mesh(shares.parameter(shape))
@@ -119,7 +121,7 @@ def _compiled(program: StageProgram, shares: Shares, donate: bool) -> Callable[.
     outs = zip(program.outputs, program.output_types, strict=True)
     return jax.jit(
         run,
-        donate_argnums=program.donates if donate else (),
+        donate_argnums=donates,
         out_shardings=[layout(value, x.shape) for value, x in outs],
     )
 
@@ -133,8 +135,9 @@ class Task:
         homes: home of every input; SHARED inputs lie on the hub.
         results: `reach` of every output.
         inputs, outputs: kind and index of each; the outputs' `stage` says where they are wanted.
-        num_stages, hub: number of stages, and the one that does the shared work.
-        name: what the programs are called in profiles.
+        labels: name of every stage.
+        hub: the stage that does the shared work.
+        name: with the label, what the programs are called in profiles.
     """
 
     name: str
@@ -143,8 +146,12 @@ class Task:
     results: tuple[int, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    num_stages: int
+    labels: tuple[str, ...]
     hub: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.labels)
 
 
 def cut(task: Task) -> tuple[Op, ...]:
@@ -361,7 +368,7 @@ class _Cutter:
             results=[atom for atom, _ in draft.results],
             packs=[group for _, group in draft.packs],
         )
-        function.__name__ = f"{self.task.name}_stage{draft.stage}_round{draft.round}"  # type: ignore[attr-defined]
+        function.__name__ = f"{self.task.name}_{self.task.labels[draft.stage]}_round{draft.round}"  # type: ignore[attr-defined]
         outs = (*(value for _, value in draft.results), *(value for value, _ in draft.packs))
         return StageProgram(
             stage=draft.stage,

@@ -35,7 +35,7 @@ from rannc_jax.runtime.sharded import share_state
 from rannc_jax.runtime.shares import Shares
 from rannc_jax.runtime.stage import Spread
 from rannc_jax.runtime.table import StageTable
-from rannc_jax.runtime.transfer import move, place, sub_mesh_sharding
+from rannc_jax.runtime.transfer import place, settled
 from rannc_jax.schedule import linearise, schedule_named
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
@@ -426,25 +426,6 @@ class Engine:
                 placed = place(masks, [RowLayout(0)] * len(masks), mesh)
                 found.update({("valid", i, s): m for i, m in enumerate(placed)})
         return found
-
-
-def settled(value: Any, mesh: Mesh, layout: RowLayout | None = None) -> Any:
-    """A value as it shall lie on a sub-mesh: itself if it lies so, else a copy.
-
-    Whole on part of the devices it is whole on already, the result shares its memory.
-    """
-    wanted = sub_mesh_sharding(layout, mesh)
-    if not isinstance(value, jax.Array):
-        return place([value], [layout], mesh)[0]
-    if value.sharding is wanted or value.sharding.is_equivalent_to(wanted, value.ndim):
-        return value
-    if not value.is_fully_replicated:
-        return place([value], [layout], mesh)[0]
-    here = {shard.device: shard.data for shard in value.addressable_shards}
-    if layout is None and set(mesh.devices.flat) <= set(here):
-        pieces = [here[device] for device in mesh.devices.flat]
-        return jax.make_array_from_single_device_arrays(value.shape, wanted, pieces)
-    return move([value], [layout], mesh)[0]
 
 
 def _frames_in_here() -> int:

@@ -8,20 +8,19 @@ array a leaf (one a layer, for leaves stacked over layers), each on one stage. N
 transformation by name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core as jex
-from jax.sharding import Mesh
 
 from rannc_jax.errors import PlanError, message
-from rannc_jax.ir.batch import RowLayout
 from rannc_jax.ir.leaves import WHOLE, Slicing
-from rannc_jax.runtime.cut import Kind, Op, Send, StageProgram, Task, Value, cut
+from rannc_jax.runtime.cut import Kind, Op, StageProgram, Task, Value, cut
 from rannc_jax.runtime.homes import (
     FREE,
     SHARED,
@@ -33,11 +32,9 @@ from rannc_jax.runtime.homes import (
     reach,
     split_conditionals,
 )
+from rannc_jax.runtime.places import Group, Place, find_places, joined
 from rannc_jax.runtime.shares import Shares
-from rannc_jax.runtime.stacked import flat_parts, packed
 from rannc_jax.runtime.unstack import find_slicings, unstacked
-
-Move = Callable[[Sequence[jax.Array], Sequence[RowLayout | None], Mesh], list[jax.Array]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +49,9 @@ class OptimizerCut:
         state: the optax state as a tree of `ShapeDtypeStruct`s.
         param_slicing, state_slicing: how every flat leaf of the two is given: slices of a stacked leaf are
             values of their own, and index, owner and home are those of a slice.
-        param_owner, state_owner: stage of every flat leaf or slice of the two.
+        param_place, state_place: of every flat leaf or slice of the two, as positions in `places`; so is the
+            `stage` of the values of `init` and `update`.
+        places: where the parts of the update run: the stages, if no state is offloaded.
         hub: the stage that does the shared work.
         needs_loss: whether the transformation reads `value=`.
     """
@@ -63,10 +62,23 @@ class OptimizerCut:
     state: Any
     param_slicing: tuple[Slicing, ...]
     state_slicing: tuple[Slicing, ...]
-    param_owner: tuple[int, ...]
-    state_owner: tuple[int, ...]
+    param_place: tuple[int, ...]
+    state_place: tuple[int, ...]
+    places: tuple[Place, ...]
     hub: int
     needs_loss: bool
+
+    @property
+    def param_owner(self) -> tuple[int, ...]:
+        return tuple(self.places[place].stage for place in self.param_place)
+
+    @property
+    def state_owner(self) -> tuple[int, ...]:
+        return tuple(self.places[place].stage for place in self.state_place)
+
+    def shares_of(self, shares: Sequence[Shares]) -> tuple[Shares, ...]:
+        """How the state of every place lies, given how that of every stage does."""
+        return tuple(replace(shares[place.stage], offload=place.offload) for place in self.places)
 
 
 def grad_dtype(param_dtype: Any) -> Any:
@@ -81,6 +93,7 @@ def cut_optimizer(
     num_stages: int,
     *,
     slicings: Sequence[Slicing] | None = None,
+    groups: Sequence[Group | None] | None = None,
     loss_dtype: Any = jnp.float32,
 ) -> OptimizerCut:
     """Cut an optimizer's `init` and `update` over the stages that own the parameters.
@@ -91,6 +104,8 @@ def cut_optimizer(
         owner: stage of every flat leaf of `params`, or of every slice of it.
         num_stages: number of stages; some may own nothing.
         slicings: how every flat leaf of `params` is given; whole by default.
+        groups: for every leaf or slice, a name for those of its stage with which its state is fetched from
+            the host; None where state stays on the devices. Small groups are joined.
         loss_dtype: dtype of the loss.
 
     Raises:
@@ -107,21 +122,61 @@ def cut_optimizer(
     states = _state_slicings(update, own, len(jax.tree.leaves(state)))
     update = unstacked(update, (*own, *own, *states, WHOLE), (*own, *states))
     init = unstacked(init, own, states)
-    homes = _state_homes(update, owner, sum(slicing.num_parts for slicing in states), num_stages)
-    hub = num_stages - 1
-    ops = _cut_update(update, owner, homes, num_stages)
-    return OptimizerCut(
-        init=_cut_init(init, owner, homes, num_stages),
-        update=ops,
-        params=params,
-        state=state,
-        param_slicing=own,
-        state_slicing=states,
-        param_owner=owner,
-        state_owner=_places(homes, hub),
-        hub=hub,
-        needs_loss=any(isinstance(op, StageProgram) and Value(Kind.LOSS, 0, hub) in op.inputs for op in ops),
+    num_states = sum(slicing.num_parts for slicing in states)
+
+    def over(groups: Sequence[Group | None]) -> OptimizerCut:
+        places, at, homes = _places(update, owner, groups, num_states, num_stages)
+        hub = len(places) - 1
+        value = Value(Kind.LOSS, 0, hub)
+        ops = _cut_update(update, at, homes, places)
+        return OptimizerCut(
+            init=_cut_init(init, at, homes, places),
+            update=ops,
+            params=params,
+            state=state,
+            param_slicing=own,
+            state_slicing=states,
+            param_place=at,
+            state_place=_positions(homes, hub),
+            places=places,
+            hub=num_stages - 1,
+            needs_loss=any(isinstance(op, StageProgram) and value in op.inputs for op in ops),
+        )
+
+    together = (None,) * len(owner)
+    if groups is None or all(group is None for group in groups):
+        return over(together)
+    try:
+        return over(groups)
+    except PlanError as error:
+        over(together)  # what stages cannot do either is said in its own words
+        raise PlanError(_cannot_offload(error)) from error
+
+
+def _cannot_offload(error: PlanError) -> str:
+    return message(
+        "the state of this optimizer cannot be offloaded: its update joins whole arrays of groups of leaves.",
+        *(line.strip() for line in str(error).splitlines()[1:] if "operands:" in line or "where:" in line),
+        hint="offload=False (with sharding, more stages or a state in bfloat16 where memory is short), or a "
+        "transformation that treats every leaf on its own and joins them by sums only.",
     )
+
+
+def _places(
+    update: jex.ClosedJaxpr,
+    owner: tuple[int, ...],
+    groups: Sequence[Group | None],
+    num_states: int,
+    num_stages: int,
+) -> tuple[tuple[Place, ...], tuple[int, ...], list[Home]]:
+    """Where the update runs: the places, that of every parameter, and the home of every state leaf."""
+    places, at = find_places(owner, groups, num_stages)
+    homes = _state_homes(update, at, num_states, len(places))
+    sizes: dict[int, int] = defaultdict(int)
+    for home, aval in zip(homes, update.in_avals[2 * len(owner) :], strict=False):
+        sizes[home] += aval.size * aval.dtype.itemsize
+    places, new = joined(places, sizes)
+    return places, tuple(new[p] for p in at), [new[home] if home >= 0 else home for home in homes]
 
 
 def _trace_update(
@@ -228,139 +283,52 @@ def _state_homes(
 
 
 def _cut_update(
-    update: jex.ClosedJaxpr, owner: Sequence[int], states: Sequence[Home], num_stages: int
+    update: jex.ClosedJaxpr, owner: Sequence[int], states: Sequence[Home], places: Sequence[Place]
 ) -> tuple[Op, ...]:
-    hub = num_stages - 1
-    places = _places(states, hub)
-    homes = (*owner, *owner, *states, SHARED if num_stages > 1 else 0)
+    hub = len(places) - 1
+    positions = _positions(states, hub)
+    homes = (*owner, *owner, *states, SHARED if hub else 0)
     results = tuple(reach(home) for home in (*owner, *states))
     task = Task(
         name="update",
-        closed=split_conditionals(update, homes, results, num_stages),
+        closed=split_conditionals(update, homes, results, len(places)),
         homes=homes,
         results=results,
         inputs=(
-            *_values(Kind.GRAD, owner),
-            *_values(Kind.PARAM, owner),
-            *_values(Kind.STATE, places),
+            *values_of(Kind.GRAD, owner),
+            *values_of(Kind.PARAM, owner),
+            *values_of(Kind.STATE, positions),
             Value(Kind.LOSS, 0, hub),
         ),
-        outputs=(*_values(Kind.NEW_PARAM, owner), *_values(Kind.NEW_STATE, places)),
-        num_stages=num_stages,
+        outputs=(*values_of(Kind.NEW_PARAM, owner), *values_of(Kind.NEW_STATE, positions)),
+        labels=tuple(place.label for place in places),
         hub=hub,
     )
     return cut(task)
 
 
 def _cut_init(
-    init: jex.ClosedJaxpr, owner: Sequence[int], states: Sequence[Home], num_stages: int
+    init: jex.ClosedJaxpr, owner: Sequence[int], states: Sequence[Home], places: Sequence[Place]
 ) -> tuple[Op, ...]:
-    hub = num_stages - 1
+    hub = len(places) - 1
     results = tuple(reach(home) for home in states)
     task = Task(
         name="init",
-        closed=split_conditionals(init, owner, results, num_stages),
+        closed=split_conditionals(init, owner, results, len(places)),
         homes=tuple(owner),
         results=results,
-        inputs=_values(Kind.PARAM, owner),
-        outputs=_values(Kind.NEW_STATE, _places(states, hub)),
-        num_stages=num_stages,
+        inputs=values_of(Kind.PARAM, owner),
+        outputs=values_of(Kind.NEW_STATE, _positions(states, hub)),
+        labels=tuple(place.label for place in places),
         hub=hub,
     )
     return cut(task)
 
 
-def _places(homes: Sequence[Home], hub: int) -> tuple[int, ...]:
+def _positions(homes: Sequence[Home], hub: int) -> tuple[int, ...]:
     return tuple(hub if home == SHARED else home for home in homes)
 
 
-def _values(kind: Kind, stages: Sequence[int]) -> tuple[Value, ...]:
+def values_of(kind: Kind, stages: Sequence[int]) -> tuple[Value, ...]:
+    """The values of all flat leaves of a kind, given where each lies."""
     return tuple(Value(kind, index, stage) for index, stage in enumerate(stages))
-
-
-def init_state(cut: OptimizerCut, shares: Sequence[Shares], params: Any, move: Move) -> Any:
-    """The optimizer's first state, each leaf on its stage; `params` lie on theirs and stay valid."""
-    parts = flat_parts(params, cut.param_slicing)
-    values = dict(zip(_values(Kind.PARAM, cut.param_owner), parts, strict=True))
-    run_ops(cut.init, shares, values, move, donate=False)
-    return _state_tree(cut, values)
-
-
-def apply_cut(
-    cut: OptimizerCut,
-    shares: Sequence[Shares],
-    grads: Any,
-    state: Any,
-    params: Any,
-    move: Move,
-    *,
-    loss: jax.Array | None = None,
-    donate: bool = True,
-) -> tuple[Any, Any]:
-    """One update.
-
-    Args:
-        cut: from `cut_optimizer`.
-        shares: how the state of every stage lies.
-        grads, params: trees of arrays, each leaf on its owner's sub-mesh, as the owner's `shares` say.
-        state: as `init_state` or the last call returned it.
-        move: `transfer.move`.
-        loss: on the hub's sub-mesh; needed if `cut.needs_loss`.
-        donate: reuse the memory of gradients, parameters and state.
-
-    Returns:
-        New parameters and new state.
-    """
-    slicings = cut.param_slicing
-    parts = flat_parts(grads, slicings), flat_parts(state, cut.state_slicing), flat_parts(params, slicings)
-    new_params, new_state = update_parts(cut, shares, *parts, move, loss=loss, donate=donate)
-    return (
-        packed(jax.tree.structure(cut.params), cut.param_slicing, new_params),
-        packed(jax.tree.structure(cut.state), cut.state_slicing, new_state),
-    )
-
-
-def update_parts(
-    cut: OptimizerCut,
-    shares: Sequence[Shares],
-    grads: Sequence[Any],
-    state: Sequence[Any],
-    params: Sequence[Any],
-    move: Move,
-    *,
-    loss: jax.Array | None = None,
-    donate: bool = True,
-) -> tuple[list[Any], list[Any]]:
-    """`apply_cut` on the parts of leaves, in order; may be traced if there is one stage."""
-    kinds = ((Kind.GRAD, cut.param_owner, grads), (Kind.PARAM, cut.param_owner, params))
-    values: dict[Value, jax.Array] = {}
-    for kind, owner, parts in (*kinds, (Kind.STATE, cut.state_owner, state)):
-        values.update(zip(_values(kind, owner), parts, strict=True))
-    if cut.needs_loss:
-        assert loss is not None, "this optimizer reads the loss"
-        values[Value(Kind.LOSS, 0, cut.hub)] = loss
-    run_ops(cut.update, shares, values, move, donate=donate)
-    return (
-        [values[value] for value in _values(Kind.NEW_PARAM, cut.param_owner)],
-        [values[value] for value in _values(Kind.NEW_STATE, cut.state_owner)],
-    )
-
-
-def run_ops(
-    ops: Sequence[Op], shares: Sequence[Shares], values: dict[Value, jax.Array], move: Move, *, donate: bool
-) -> None:
-    """Run programs and sends in order, adding what they give to `values`."""
-    for op in ops:
-        if isinstance(op, Send):
-            arrays = [values[value] for value in op.values]
-            values.update(
-                zip(op.arrived, move(arrays, [None] * len(arrays), shares[op.target].mesh), strict=True)
-            )
-        else:
-            program = op.compiled(shares[op.stage], donate=donate)
-            values.update(zip(op.outputs, program(*(values[value] for value in op.inputs)), strict=True))
-
-
-def _state_tree(cut: OptimizerCut, values: Mapping[Value, jax.Array]) -> Any:
-    new = [values[value] for value in _values(Kind.NEW_STATE, cut.state_owner)]
-    return packed(jax.tree.structure(cut.state), cut.state_slicing, new)

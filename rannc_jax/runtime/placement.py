@@ -1,6 +1,7 @@
 """Where a step's lasting values live: every leaf of the state, or slice of a stacked
 leaf, is one array on the devices of its stage."""
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,17 @@ from jax.sharding import Mesh
 
 from rannc_jax.ir.leaves import Slicing
 from rannc_jax.ir.roles import Role
-from rannc_jax.runtime.engine import Prepared, settled
+from rannc_jax.runtime.engine import Prepared
 from rannc_jax.runtime.given import check_like
-from rannc_jax.runtime.optimizer import OptimizerCut, grad_dtype, init_state, update_parts
+from rannc_jax.runtime.offload import at_rest
+from rannc_jax.runtime.optimizer import OptimizerCut, grad_dtype
 from rannc_jax.runtime.shares import Shares
 from rannc_jax.runtime.stacked import flat_parts, packed, part_of, slicings_of
 from rannc_jax.runtime.state import TrainState
-from rannc_jax.runtime.transfer import move, place
+from rannc_jax.runtime.transfer import move, place, settled
+from rannc_jax.runtime.update import init_state, update_parts
+
+Lies = Callable[[int, Any], Any]  # position and value of a part of a leaf -> the value where it lies
 
 
 def shapes_of(params: Any, rng: Any) -> Any:
@@ -156,24 +161,51 @@ class Placement:
         """The state with what the user put in (host arrays from a checkpoint, say) on its stages."""
         assert self.cut is not None
 
-        def laid(tree: Any, stages: Sequence[int], like: Any, slicings: Sequence[Slicing], name: str) -> Any:
+        def laid(tree: Any, like: Any, name: str, slicings: Sequence[Slicing], lies: Lies) -> Any:
             check_like(tree, like, name)
-            parts = []
-            for part, stage in zip(flat_parts(tree, slicings), stages, strict=True):
-                shares = self.shares[stage]
-                lies = shares.parameter if name == "state.params" else shares.update
-                parts.append(settled(part, shares.mesh, lies(part.shape)))
+            parts = [lies(*part) for part in enumerate(flat_parts(tree, slicings))]
             return packed(jax.tree.structure(tree), slicings, parts)
 
+        def param(number: int, part: Any) -> Any:
+            shares = self.shares[owners[number]]
+            return settled(part, shares.mesh, shares.parameter(part.shape))
+
         cut = self.cut
+        owners, shares_of = cut.param_owner, cut.shares_of(self.shares)
+        places = [shares_of[place] for place in cut.state_place]
         return state.replace(
-            params=laid(state.params, cut.param_owner, cut.params, cut.param_slicing, "state.params"),
-            opt_state=laid(state.opt_state, cut.state_owner, cut.state, cut.state_slicing, "state.opt_state"),
+            params=laid(state.params, cut.params, "state.params", cut.param_slicing, param),
+            opt_state=laid(
+                state.opt_state,
+                cut.state,
+                "state.opt_state",
+                cut.state_slicing,
+                lambda number, part: at_rest(part, places[number]),
+            ),
         )
 
+    def groups(self, offloads: Sequence[bool]) -> list[tuple[int, ...] | None]:
+        """For every parameter, which ones of its stage its optimizer state is fetched with: those that the
+        same block reads alone, as the planner counts them. None where the stage does not offload.
+
+        Args:
+            offloads: per stage.
+        """
+        nodes, table = self.home.graph.nodes, self.home.table
+        readers: dict[int, list[int]] = defaultdict(list)
+        blocks = [block for stage in self.home.layout.stages for block in stage]
+        for number, block in enumerate(blocks):
+            for v in {v for n in block for v in nodes[n].inputs}:
+                readers[v].append(number)
+        return [
+            (tuple(readers[v]) if len(readers[v]) == 1 else (-1, v)) if offloads[table.owner[v]] else None
+            for v in self.ids(Role.PARAM)
+        ]
+
     def runs_alone(self, prepared: Prepared) -> bool:
-        """Whether a batch runs on all devices of the one stage there is."""
-        return prepared.fused is not None and prepared.layout.meshes == self.meshes
+        """Whether a batch runs on all devices of the one stage there is, its state with it."""
+        offloads = self.cut is not None and any(place.offload for place in self.cut.places)
+        return prepared.fused is not None and prepared.layout.meshes == self.meshes and not offloads
 
     def gradients(self, prepared: Prepared, env: Mapping[Any, Any]) -> list[Any]:
         """Gradients, slice by slice, where their parameters live (a batch of another shape may be read

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rannc_jax.contract import Sharding, shard_dim
 from rannc_jax.ir.batch import RowLayout
-from rannc_jax.runtime.transfer import DATA_AXIS, sub_mesh_sharding
+from rannc_jax.runtime.transfer import DATA_AXIS, HOST_KIND, has_host_memory, sub_mesh_sharding
 
 Shape = tuple[int, ...]
 
@@ -25,10 +25,12 @@ class Shares:
     Args:
         mesh: the stage's devices.
         sharding: the stage's mode.
+        offload: the optimizer state lies in host memory between updates.
     """
 
     mesh: Mesh
     sharding: Sharding = Sharding.REPLICATED
+    offload: bool = False
 
     def parameter(self, shape: Shape) -> RowLayout | None:
         """Parameters between their uses, and what the prologue makes of them."""
@@ -41,6 +43,11 @@ class Shares:
     def update(self, shape: Shape) -> RowLayout | None:
         """Reduced gradients, optimizer state, and all that an update computes with."""
         return self._share(shape, self.sharding.shards_optimizer)
+
+    def at_rest(self, shape: Shape) -> NamedSharding:
+        """Optimizer state between updates."""
+        here = self.on_mesh(self.update(shape))
+        return here.with_memory_kind(HOST_KIND) if self.offload and has_host_memory(self.mesh) else here
 
     def on_mesh(self, layout: RowLayout | None) -> NamedSharding:
         """A layout as JAX says it."""

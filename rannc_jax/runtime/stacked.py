@@ -3,8 +3,8 @@
 The user's leaf has one shape, `[layers, ...]`; its slices live on the stages of their layers and are never
 put together on a device unless someone asks for it. A `StackedArray` is that leaf: shape and dtype of the
 whole, one array a layer. NumPy and `jnp.asarray` take it for the joined array; arithmetic with scalars and
-with leaves of the same form goes slice by slice, where the slices live. (JAX's own compiled functions take
-arrays only: `jnp.asarray(leaf)` first.)
+with leaves of the same form goes slice by slice, on the devices of the slices (in their own memory, wherever
+the slices lie). (JAX's own compiled functions take arrays only: `jnp.asarray(leaf)` first.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from rannc_jax.ir.leaves import Leaf, Slicing
+from rannc_jax.runtime.transfer import in_own_memory
 
 # Of the joined array: these bring the slices together, as jnp.asarray does.
 _OF_THE_WHOLE = frozenset(
@@ -76,7 +77,7 @@ class StackedArray(NDArrayOperatorsMixin):
 
     def astype(self, dtype: Any) -> "StackedArray":
         """The same values in another dtype, slice by slice."""
-        return StackedArray([part.astype(dtype) for part in self.parts], self.slicing)
+        return StackedArray([part.astype(dtype) for part in self._spread(self)], self.slicing)
 
     def with_values(self, whole: Any) -> "StackedArray":
         """The slices of an array of this shape, each on the devices of the slice that is here."""
@@ -90,7 +91,7 @@ class StackedArray(NDArrayOperatorsMixin):
 
     def __jax_array__(self) -> jax.Array:
         """The joined array, on the devices of the first slice."""
-        here = self.parts[0].sharding
+        here = in_own_memory(self.parts[0].sharding)
         near = [jax.device_put(part, here) for part in self.parts]
         return self.slicing.join(near, lambda rows, dim: jnp.stack(rows, dim))
 
@@ -108,7 +109,8 @@ class StackedArray(NDArrayOperatorsMixin):
         if not np.ndim(value):
             return [value] * len(self.parts)
         parts = parts_of(value, self.slicing)
-        return [jax.device_put(x, part.sharding) for x, part in zip(parts, self.parts, strict=True)]
+        here = [in_own_memory(part.sharding) for part in self.parts]
+        return [jax.device_put(x, sharding) for x, sharding in zip(parts, here, strict=True)]
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_THE_WHOLE:

@@ -33,13 +33,14 @@ from rannc_jax.runtime.given import (
     filled,
     is_gone,
 )
-from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer
+from rannc_jax.runtime.optimizer import cut_optimizer
 from rannc_jax.runtime.outcome import check_finite, failure, loss_out, outputs, wait
 from rannc_jax.runtime.placement import Placement, Update, shapes_of
 from rannc_jax.runtime.reference import reference_step
 from rannc_jax.runtime.stacked import flat_parts, packed, slicings_of
 from rannc_jax.runtime.state import TrainState, gather
 from rannc_jax.runtime.transfer import move
+from rannc_jax.runtime.update import apply_cut
 
 Planner = Callable[[Subject, Example], tuple[Plan, Graph | None]]
 Batch = Any
@@ -193,6 +194,7 @@ class Step:
             owners,
             count,
             slicings=placement.slicings(Role.PARAM),
+            groups=placement.groups([stage.offload for stage in plan.stages]),
             loss_dtype=home.loss_dtype,
         )
         return replace(placement, cut=cut)
@@ -291,16 +293,19 @@ class Step:
     def _updated(self, at: Placement, state: TrainState, grads: Sequence[Any], loss: Any) -> TrainState:
         """The state after an update; gradients slice by slice, on the stages of their parameters."""
         assert at.cut is not None
-        params, opt_state = apply_cut(
-            at.cut,
-            at.shares,
-            packed(jax.tree.structure(state.params), at.slicings(Role.PARAM), grads),
-            state.opt_state,
-            state.params,
-            move,
-            loss=None if loss is None else move([loss], [None], at.meshes[at.cut.hub])[0],
-            donate=self._options.donate,
-        )
+        try:
+            params, opt_state = apply_cut(
+                at.cut,
+                at.shares,
+                packed(jax.tree.structure(state.params), at.slicings(Role.PARAM), grads),
+                state.opt_state,
+                state.params,
+                move,
+                loss=None if loss is None else move([loss], [None], at.meshes[at.cut.hub])[0],
+                donate=self._options.donate,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise failure(error, lost=is_gone(state)) from error
         return state.replace(params=params, opt_state=opt_state)
 
     def _one_program(self, engine: Engine, at: Placement, state: TrainState, batch: Batch, rng: Any) -> Any:

@@ -23,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rannc_jax.ir.batch import RowLayout
 
 DATA_AXIS = "data"
+HOST_KIND = "pinned_host"
+"""Memory of the host that devices copy from and to by themselves, as JAX calls it."""
 
 PieceKey = tuple[int, int, int]  # value, position among the target's devices, number within that shard
 Route = tuple[tuple["Piece", ...], ...]  # per target device, the pieces of its shard in order
@@ -53,6 +55,29 @@ def sub_mesh_sharding(layout: RowLayout | None, target: Mesh) -> NamedSharding:
         return NamedSharding(target, PartitionSpec())
     assert layout.contiguous, f"{layout}: a block of rows is not a block of the dim"
     return NamedSharding(target, PartitionSpec(*[None] * layout.dim, DATA_AXIS))
+
+
+@functools.cache
+def has_host_memory(target: Mesh) -> bool:
+    """Whether the devices of a sub-mesh can keep values in `HOST_KIND` memory."""
+    return all(
+        HOST_KIND in {memory.kind for memory in device.addressable_memories()}
+        for device in target.devices.flat
+    )
+
+
+def is_on_host(value: jax.Array) -> bool:
+    """Whether a value lies in memory in which its devices do not compute."""
+    return value.sharding.memory_kind not in (None, _own_kind(value.sharding))
+
+
+def in_own_memory(sharding: Sharding) -> Sharding:
+    """The same sharding in the memory in which the devices compute."""
+    return sharding.with_memory_kind(_own_kind(sharding))
+
+
+def _own_kind(sharding: Sharding) -> str:
+    return next(iter(sharding.device_set)).default_memory().kind
 
 
 def move(values: Sequence[jax.Array], layouts: Sequence[RowLayout | None], target: Mesh) -> list[jax.Array]:
@@ -90,17 +115,36 @@ def place(values: Sequence[Any], layouts: Sequence[RowLayout | None], target: Me
     parcel = _Parcel(values, target)
     strangers: list[int] = []
     for index, (value, layout) in enumerate(zip(values, layouts, strict=True)):
-        if isinstance(value, jax.Array) and _is_on_sub_mesh(value, layout):
+        if isinstance(value, jax.Array) and not is_on_host(value) and _is_on_sub_mesh(value, layout):
             parcel.add(index, layout)
         else:
             strangers.append(index)
     placed = parcel.deliver()
     if strangers:
         shardings = [sub_mesh_sharding(layouts[i], target) for i in strangers]
-        detached = [_detached(values[i], target) for i in strangers]
+        detached = [detached_from(values[i], target) for i in strangers]
         for index, array in zip(strangers, jax.device_put(detached, shardings, may_alias=False), strict=True):
             placed[index] = array
     return placed
+
+
+def settled(value: Any, mesh: Mesh, layout: RowLayout | None = None) -> Any:
+    """A value as it shall lie on a sub-mesh: itself if it lies so, else a copy.
+
+    Whole on part of the devices it is whole on already, the result shares its memory.
+    """
+    wanted = sub_mesh_sharding(layout, mesh)
+    if not isinstance(value, jax.Array):
+        return place([value], [layout], mesh)[0]
+    if value.sharding is wanted or value.sharding.is_equivalent_to(wanted, value.ndim):
+        return value
+    if not value.is_fully_replicated or is_on_host(value):
+        return place([value], [layout], mesh)[0]
+    here = {shard.device: shard.data for shard in value.addressable_shards}
+    if layout is None and set(mesh.devices.flat) <= set(here):
+        pieces = [here[device] for device in mesh.devices.flat]
+        return jax.make_array_from_single_device_arrays(value.shape, wanted, pieces)
+    return move([value], [layout], mesh)[0]
 
 
 class _Parcel:
@@ -267,8 +311,9 @@ def _is_on_sub_mesh(value: jax.Array, layout: RowLayout | None) -> bool:
     )
 
 
-def _detached(value: Any, target: Mesh) -> Any:
-    """A host value that `device_put` may take over: on CPU devices it would alias a numpy array's memory."""
-    if isinstance(value, jax.Array) or target.devices.flat[0].platform != "cpu":
-        return value
-    return np.array(value)
+def detached_from(value: Any, target: Mesh) -> Any:
+    """What `device_put` may take over: on CPU devices it would alias a numpy array's memory, and arrays in
+    host memory it would reshard by a program over two kinds of memory."""
+    if isinstance(value, jax.Array):
+        return np.array(value) if is_on_host(value) else value
+    return np.array(value) if target.devices.flat[0].platform == "cpu" else value

@@ -6,7 +6,7 @@ factor values occurs (greedy all-pairs covering).
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class Case:
         schedule: "gpipe" or "1f1b".
         remat: of every stage.
         optimizer: "sgd" or "adam" (AdamW after clipping by the global norm).
+        offload: whether the optimizer state of every stage lies on the host.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Case:
     schedule: str
     remat: Remat
     optimizer: str
+    offload: bool = False
 
     def __post_init__(self) -> None:
         assert sum(self.replicas) <= NUM_DEVICES
@@ -51,7 +53,7 @@ class Case:
         dropout = "dropout" if self.dropout else "plain"
         copies = "+".join(map(str, self.replicas))
         parts = f"{copies}-{self.num_microbatches}mb-{self.schedule}-{self.remat.value}"
-        return f"{self.model}-{dropout}-{parts}-{self.optimizer}"
+        return f"{self.model}-{dropout}-{parts}-{self.optimizer}" + "-offload" * self.offload
 
 
 FACTORS = {
@@ -63,13 +65,23 @@ FACTORS = {
     "remat": tuple(Remat),
     "optimizer": ("sgd", "adam"),
 }
-ALL_CASES = tuple(
+RESIDENT_CASES = tuple(
     Case(**dict(zip(FACTORS, values, strict=True))) for values in itertools.product(*FACTORS.values())
+)
+# An update does not know how its gradients came about: offloading is crossed with one schedule, and with the
+# optimizer that has more state.
+ALL_CASES = (
+    *RESIDENT_CASES,
+    *(
+        replace(case, offload=True)
+        for case in RESIDENT_CASES
+        if (case.optimizer, case.schedule) == ("adam", "1f1b")
+    ),
 )
 
 
 def chosen() -> list[Case]:
-    """Cases of the cross that cover every pair of factor values.
+    """Cases of the cross, state on the devices, that cover every pair of factor values.
 
     Each is the one that adds most pairs; among equals the one that adds most triples, so that the last
     cases, which are there for one pair each, differ in everything else.
@@ -82,15 +94,25 @@ def chosen() -> list[Case]:
         best = int((gain * (triples.shape[1] + 1) + open_triples[triples].sum(axis=1)).argmax())
         if not gain.any():
             return found
-        found.append(ALL_CASES[best])
+        found.append(RESIDENT_CASES[best])
         open_pairs[pairs[best]] = False
         open_triples[triples[best]] = False
+
+
+def offloaded() -> list[Case]:
+    """A few of the chosen ones with offload, of different networks and cuts."""
+    of_model = {
+        case.model: replace(case, offload=True)
+        for case in chosen()
+        if case.optimizer == "adam" and case.model in ("batch_norm", "transformer", "unet")
+    }
+    return list(of_model.values())
 
 
 def _combinations(size: int) -> np.ndarray:
     """[cases, ways to choose so many factors]: a number for the values that a case has of them."""
     levels = np.array(
-        [[values.index(getattr(case, name)) for name, values in FACTORS.items()] for case in ALL_CASES]
+        [[values.index(getattr(case, name)) for name, values in FACTORS.items()] for case in RESIDENT_CASES]
     )
     counts = levels.max(axis=0) + 1
     columns, offset = [], 0

@@ -69,7 +69,7 @@ def start(case: Case, network: Model) -> tuple[rannc_jax.Step, rannc_jax.TrainSt
     state = step.init(network.params, network.batch, **given(network))
     plan = step.plan
     assert tuple(stage.num_replicas for stage in plan.stages) == case.replicas
-    assert {stage.remat for stage in plan.stages} == {case.remat}
+    assert {(stage.remat, stage.offload) for stage in plan.stages} == {(case.remat, case.offload)}
     assert (plan.num_microbatches, plan.schedule) == (case.num_microbatches, case.schedule)
     return step, state
 
@@ -85,6 +85,7 @@ def begin(case: Case, fn: Any, **more: Any) -> rannc_jax.Step:
         num_microbatches=case.num_microbatches,
         schedule=case.schedule,
         remat=case.remat,
+        offload=case.offload,
         **more,
     )
 

@@ -7,14 +7,14 @@ import itertools
 
 import pytest
 
-from tests.parity.cases import ALL_CASES, FACTORS, Case, chosen
+from tests.parity.cases import ALL_CASES, FACTORS, Case, chosen, offloaded
 from tests.parity.models import MODELS, model
 from tests.parity.play import planned, play
 
 CASES = chosen()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *offloaded()], ids=str)
 def test_a_parallel_step_equals_the_step_of_one_device(case: Case) -> None:
     comparison = play(case).comparison
     assert comparison.problems == ()

@@ -12,8 +12,9 @@ from optax import contrib
 from rannc_jax.errors import PlanError
 from rannc_jax.runtime import transfer
 from rannc_jax.runtime.cut import Send, StageProgram
-from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer, init_state
+from rannc_jax.runtime.optimizer import cut_optimizer
 from rannc_jax.runtime.shares import Shares
+from rannc_jax.runtime.update import apply_cut, init_state
 from tests.runtime.instrument import sub_mesh, watch_host_traffic
 
 SHAPES = {

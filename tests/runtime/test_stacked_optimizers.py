@@ -7,9 +7,10 @@ import pytest
 from rannc_jax.errors import PlanError
 from rannc_jax.ir.leaves import WHOLE, Slicing
 from rannc_jax.runtime import transfer
-from rannc_jax.runtime.optimizer import apply_cut, cut_optimizer, init_state
+from rannc_jax.runtime.optimizer import cut_optimizer
 from rannc_jax.runtime.shares import Shares
 from rannc_jax.runtime.stacked import flat_parts, packed
+from rannc_jax.runtime.update import apply_cut, init_state
 from tests.runtime.instrument import sub_mesh, watch_host_traffic
 from tests.runtime.test_optimizer import OPTIMIZERS, assert_equal_trees, one_device
 
