@@ -122,8 +122,8 @@ def table(found: dict[str, dict[str, float]], rates: tuple[float, float]) -> str
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        f"One copy alone: {rates[0] / GB:.1f} GB/s to the host, {rates[1] / GB:.1f} from it; the planner counts "
-        f"with {offloaded['planner_bytes_per_s'] / GB:.1f}. Offloading adds "
+        f"One copy alone: {rates[0] / GB:.1f} GB/s to the host, {rates[1] / GB:.1f} from it; the planner "
+        f"counts with {offloaded['planner_bytes_per_s'] / GB:.1f}. Offloading adds "
         f"{_ms(offloaded['step_s'] - resident['step_s'])} ms a step; the planner says {_ms(planned_s)}.",
     ]
     return "\n".join(lines)
