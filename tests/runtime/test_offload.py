@@ -215,3 +215,25 @@ PLANS = (
 @pytest.mark.parametrize(("network", "replicas", "microbatches", "sharding", "offload"), PLANS)
 def test_offload_changes_no_result_of_other_plans(network, replicas, microbatches, sharding, offload):
     check(network, sharding, microbatches, replicas, offload=offload)
+
+
+def test_the_planner_offloads_only_where_nothing_else_fits():
+    def loss(layers, rows):
+        for weight in layers:
+            rows = jnp.tanh(rows @ weight)
+        return jnp.mean(rows**2)
+
+    def plan(**limits):
+        shapes = (
+            [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 4,
+            jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        )
+        return rannc_jax.make_plan(
+            loss, *shapes, optimizer=optax.adam(1e-3), num_stages=1, replicas=1, memory_margin=0.0, **limits
+        )
+
+    needed = plan(offload=False, remat="recompute", num_microbatches=8).stages[0].peak_bytes
+    assert not plan(memory_limit_bytes=needed).stages[0].offload
+    tight = plan(memory_limit_bytes=needed - 64 * 1024)
+    assert tight.stages[0].offload
+    rannc_jax.parallelize(loss, tight, optimizer=optax.adam(1e-3))
