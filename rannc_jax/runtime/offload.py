@@ -40,14 +40,14 @@ class Ferry:
         self._following: dict[StageProgram, StageProgram] = {}
         last: dict[Mesh, StageProgram] = {}
         for op in ops:
-            if isinstance(op, StageProgram) and self._carries(op):
+            if isinstance(op, StageProgram) and shares[op.stage].offload and self._carries(op):
                 mesh = shares[op.stage].mesh
                 if mesh in last:
                     self._following[last[mesh]] = op
                 last[mesh] = op
 
     def run(self, program: StageProgram) -> None:
-        """Run a program of any place, and fetch ahead for the one that follows on its devices."""
+        """Run a program of an offloaded place, and fetch ahead for the one that follows on its devices."""
         if self._carries(program):
             if program not in self._fetched:
                 self._fetch(program)
@@ -57,9 +57,8 @@ class Ferry:
         self._dispatch(program, self._fetched.pop(program, {}))
 
     def _is_hosted(self, value: Value, type_: jax.ShapeDtypeStruct) -> bool:
-        """Whether a value waits on the host: state, and what is too large to keep from round to round."""
-        if not self._shares[value.stage].offload:
-            return False
+        """Whether a value of an offloaded place waits on the host: state, and what is too large to keep from
+        round to round."""
         is_state = value.kind in (Kind.STATE, Kind.NEW_STATE)
         return is_state or (value.kind is Kind.CARRY and not is_small(type_))
 
@@ -114,8 +113,10 @@ def to_host(arrays: Sequence[jax.Array], shares: Shares) -> list[jax.Array]:
 def at_rest(value: Any, shares: Shares) -> Any:
     """A leaf of optimizer state, which a user may have put in, where it lies between updates."""
     wanted, layout = shares.at_rest(value.shape), shares.update(value.shape)
-    if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(wanted, value.ndim):
-        return value
+    if isinstance(value, jax.Array):
+        lies = value.sharding
+        if lies is wanted or lies.is_equivalent_to(wanted, value.ndim):
+            return value
     if wanted.memory_kind == shares.on_mesh(layout).memory_kind:
         return settled(value, shares.mesh, layout)
     if isinstance(value, jax.Array) and not is_on_host(value):

@@ -4,6 +4,7 @@ A share is an equal part along one dim (`contract.shard_dim`), said by the same 
 batch: transfers, placing and gathering know no difference.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Shares:
     def at_rest(self, shape: Shape) -> NamedSharding:
         """Optimizer state between updates."""
         here = self.on_mesh(self.update(shape))
-        return here.with_memory_kind(HOST_KIND) if self.offload and has_host_memory(self.mesh) else here
+        return _on_host(here) if self.offload and has_host_memory(self.mesh) else here
 
     def on_mesh(self, layout: RowLayout | None) -> NamedSharding:
         """A layout as JAX says it."""
@@ -56,6 +57,11 @@ class Shares:
     def _share(self, shape: Shape, shards: bool) -> RowLayout | None:
         dim = shard_dim(shape, self.mesh.size) if shards else None
         return None if dim is None else RowLayout(dim)
+
+
+@functools.cache
+def _on_host(sharding: NamedSharding) -> NamedSharding:
+    return sharding.with_memory_kind(HOST_KIND)
 
 
 def gathered(x: Any, mesh: Mesh) -> Any:

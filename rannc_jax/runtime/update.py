@@ -95,8 +95,11 @@ def run_ops(
             values.update(
                 zip(op.arrived, move(arrays, [None] * len(arrays), shares[op.target].mesh), strict=True)
             )
-        else:
+        elif shares[op.stage].offload:
             ferry.run(op)
+        else:
+            program = op.compiled(shares[op.stage], op.donates if donate else ())
+            values.update(zip(op.outputs, program(*(values[value] for value in op.inputs)), strict=True))
 
 
 def _state_tree(cut: OptimizerCut, values: Mapping[Value, jax.Array]) -> Any:
