@@ -6,6 +6,7 @@ import jax
 
 from rannc_jax.config.write import device_text, link_text
 from rannc_jax.cost.calibrate import Calibration, calibrate
+from rannc_jax.files import write_whole
 from rannc_jax.progress import StderrProgress
 
 GIB = 2**30
@@ -18,7 +19,7 @@ def main(out: str | None, seconds: float) -> int:
     if out is None:
         print(text, end="")
     else:
-        Path(out).write_text(text, encoding="utf-8")
+        write_whole(Path(out), text)
         print(f"wrote {out}; name it in a mesh file:\n")
         print(f'[[devices]]\nkind = "{Path(out).name}"\ncount_per_host = {len(jax.local_devices())}\n')
         if found.intra_host is not None:

@@ -10,13 +10,16 @@ import hashlib
 import importlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rannc_jax.files import write_whole
+
 VARIABLE = "RANNC_JAX_CACHE"
 _VERSION = 1
+_MOST_S = 1e6
+"""No program was measured that long: such a number was damaged."""
 
 
 def cache_folder() -> Path:
@@ -53,7 +56,8 @@ class Cache:
             entry: Any = json.loads(self._path(key).read_text(encoding="utf-8"))
             if entry["version"] != _VERSION or entry["key"] != key:
                 return None
-            return {str(name): float(value) for name, value in entry["numbers"].items()}
+            numbers = {str(name): float(value) for name, value in entry["numbers"].items()}
+            return numbers if all(0 <= value < _MOST_S for value in numbers.values()) else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -63,14 +67,7 @@ class Cache:
         text = json.dumps({"version": _VERSION, "key": key, "numbers": dict(numbers)})
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(name, path)
-            except OSError:
-                os.unlink(name)
-                raise
+            write_whole(path, text)
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"

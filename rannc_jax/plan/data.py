@@ -13,10 +13,11 @@ from pathlib import Path
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.contract import Remat, Sharding
 from rannc_jax.errors import PlanError, message
+from rannc_jax.files import write_whole
 from rannc_jax.mistakes import Mistakes, shown
 from rannc_jax.plan import check, codec, explain, text
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +211,8 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan to a file, as JSON; a file that is there is replaced whole or not at all."""
+        write_whole(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -141,6 +141,9 @@ def test_a_damaged_entry_counts_as_missing(tmp_path: Path) -> None:
         "",
         "[]",
         whole.replace("1.5", '"x"'),
+        whole.replace("1.5", "NaN"),
+        whole.replace("1.5", "-1.5"),
+        whole.replace("1.5", "1e300"),
         whole.replace('"version": 1', '"version": 0'),
     ):
         path.write_text(damaged)

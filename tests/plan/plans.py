@@ -75,13 +75,13 @@ def small_plan() -> Plan:
 _text = st.text(max_size=12)
 _seconds = st.floats(min_value=0, max_value=1e6)
 _bytes = st.integers(min_value=0, max_value=2**60)
-_positive = st.floats(min_value=1e-30, max_value=1e30)
+_positive = st.floats(min_value=1, max_value=1e30)
 _links = st.builds(LinkSpec, bytes_per_s=_positive, latency_s=_seconds)
 _devices = st.builds(
     DeviceSpec,
     kind=_text,
     platform=st.sampled_from(["cpu", "gpu"]),
-    memory_bytes=st.integers(min_value=1, max_value=2**50),
+    memory_bytes=st.integers(min_value=20, max_value=2**50),
     memory_margin=st.floats(min_value=0, max_value=0.9),
     flops_per_s=st.dictionaries(st.sampled_from(["float32", "bfloat16"]), _positive),
     bytes_per_s=_positive,

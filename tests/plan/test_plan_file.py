@@ -1,6 +1,8 @@
 """Plans as files: an exact round trip, and a precise refusal of everything else."""
 
+import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,8 +125,11 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one() -> None:
         (("ties", 0, "owner"), 2, "ties[0].owner: got 2, expected an index below 2"),
         (("runners_up", 0, "step_s"), -2, "runners_up[0].step_s: got -2"),
         (("cluster", "groups", 0, "device", "memory_bytes"), 0, "device kind 'cpu' is not usable"),
+        (("cluster", "groups", 0, "device", "launch_s"), 1e300, "device kind 'cpu' is not usable"),
+        (("cluster", "intra_host", "bytes_per_s"), 0.0, "cluster.intra_host: a link is not usable"),
+        (("cluster", "inter_host", "latency_s"), -1.0, "cluster.inter_host: a link is not usable"),
         (("step_s",), 10**400, "step_s: got "),
-        (("version",), 3, "version: got 3, this release reads version 2"),
+        (("version",), 4, "version: got 4, this release reads version 3"),
     ],
 )  # fmt: skip
 def test_a_plan_that_contradicts_itself_is_refused(keys: Keys, value: Any, expected: str) -> None:
@@ -150,6 +155,24 @@ def test_text_that_is_no_plan_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(PlanError, match=r"plan\.json cannot be loaded"):
         Plan.load(path)
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "plan.json"
+    small_plan().save(path)
+    before = path.read_text()
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        dataclasses.replace(small_plan(), notes=("another",)).save(path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.undo()
+    dataclasses.replace(small_plan(), notes=("another",)).save(path)
+    assert Plan.load(path).notes == ("another",)
 
 
 def test_numpy_numbers_are_saved_as_numbers() -> None:
