@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rannc_jax.cluster import ClusterSpec
 from rannc_jax.contract import Sharding
-from rannc_jax.cost import CostTable, node_seconds, open_graph, price
+from rannc_jax.cost import CostTable, OpenedGraph, node_seconds, open_graph, price
 from rannc_jax.errors import InfeasibleError, PlanError, TraceError, message
 from rannc_jax.ir import prepare
 from rannc_jax.ir.align import align
@@ -206,6 +206,8 @@ def price_blocks(
     """
     cluster, constraints = request.cluster, request.constraints
     opened = open_graph(graph)
+    _refuse_endless_loops(opened)
+    owned, shared = _optimizer_bytes(graph, params, request.optimizer)
     rows = max(1, graph.program.rows // 4)
     seconds = node_seconds(opened, cluster.device(0), rows)
     cuts = [c for c in constraints.cuts if isinstance(c, str)] if constraints.cuts != AUTO else []
@@ -224,10 +226,30 @@ def price_blocks(
         graph,
         [block.nodes for block in blocks],
         cluster,
-        optimizer_bytes=_optimizer_bytes(graph, params, request.optimizer),
+        optimizer_bytes=owned,
+        shared_optimizer_bytes=shared,
         opened=opened,
     )
     return blocks, table
+
+
+def _refuse_endless_loops(opened: OpenedGraph) -> None:
+    """Loops whose number of turns is not known have no reverse-mode derivative in JAX: said before training.
+
+    Raises:
+        TraceError: a gradient goes through one.
+    """
+    program = opened.graph.program
+    for index, eqn in enumerate(program.eqns):
+        if eqn.primitive.name == "while" and any(v in opened.gradients for v in program.writes(index)):
+            raise TraceError(
+                message(
+                    "a gradient goes through a while_loop, which JAX cannot differentiate backwards.",
+                    f"while_loop at {source_line(eqn)}",
+                    hint="lax.scan or fori_loop with bounds that are Python integers, a custom_vjp, or "
+                    "jax.lax.stop_gradient on what goes into the loop.",
+                )
+            )
 
 
 def _parameter_bytes(graph: Graph) -> NDArray[np.float64]:
@@ -268,8 +290,9 @@ def _measured(
 
 def _optimizer_bytes(
     graph: Graph, params: Any, optimizer: optax.GradientTransformation | None
-) -> Mapping[int, int]:
-    """Bytes of optimizer state a parameter: a state leaf belongs to the parameter whose path ends its own.
+) -> tuple[Mapping[int, int], int]:
+    """Bytes of optimizer state by parameter, and of what belongs to none: a leaf belongs to the parameter
+    whose path ends its own. Single numbers that belong to none, as step counts, are not counted.
 
     Args:
         graph: its parameter inputs are the leaves of `params` or slices of them, in order.
@@ -282,7 +305,7 @@ def _optimizer_bytes(
     leaves = graph.program.leaves(Role.PARAM)
     found = dict.fromkeys((v for leaf in leaves for v in leaf.positions), 0)
     if optimizer is None:
-        return found
+        return found, 0
     try:
         state = jax.eval_shape(optimizer.init, params)
     except Exception as error:
@@ -293,14 +316,16 @@ def _optimizer_bytes(
                 hint="its masks and labels must have the structure of params.",
             )
         ) from error
-    by_path = dict(zip(_key_paths(params), leaves, strict=True))
+    by_path, shared = dict(zip(_key_paths(params), leaves, strict=True)), 0
     for path, leaf in zip(_key_paths(state), jax.tree.leaves(state), strict=True):
         ends = (path[start:] for start in range(len(path) + 1))
         owner = next((by_path[end] for end in ends if end in by_path), None)
         if owner is not None:
             share = aval_bytes(leaf) // len(owner.positions)
             found.update({v: found[v] + share for v in owner.positions})
-    return found
+        elif leaf.size > 1:
+            shared += aval_bytes(leaf)
+    return found, shared
 
 
 def _key_paths(tree: Any) -> list[tuple[str, ...]]:

@@ -134,6 +134,24 @@ def test_wrong_arguments_are_named():
         step.init(shapes, BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:a while loop has no known number of turns")
+def test_a_gradient_through_a_loop_without_a_bound_is_refused_while_planning():
+    def fn(params, batch):
+        def turn(carry):
+            return carry[0] + 1, jnp.tanh(carry[1] @ params["w"])
+
+        return jnp.mean(jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, batch["x"]))[1] ** 2)
+
+    params, batch = {"w": jnp.eye(4)}, {"x": jnp.ones((8, 4))}
+    with pytest.raises(TraceError, match=r"goes through a while_loop(.|\n)*test_misuse.py"):
+        rannc_jax.make_plan(fn, params, batch, optimizer=optax.sgd(0.1))
+
+    def stopped(params, batch):
+        return jnp.mean((fn(jax.lax.stop_gradient(params), batch) - params["w"]) ** 2)
+
+    rannc_jax.make_plan(stopped, params, batch, optimizer=optax.sgd(0.1))
+
+
 def test_a_plan_is_checked_against_the_mesh_it_shall_run_on():
     plan = rannc_jax.make_plan(loss_fn, WEIGHTS, BATCH, optimizer=optax.sgd(0.1), num_stages=1, replicas=2)
     mesh = {"version": 1, "devices": [{"kind": "cpu", "count_per_host": 1}]}

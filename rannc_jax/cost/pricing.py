@@ -117,6 +117,7 @@ def price(
     cluster: ClusterSpec,
     *,
     optimizer_bytes: Mapping[int, int],
+    shared_optimizer_bytes: int = 0,
     residuals: Oracle | None = None,
     opened: OpenedGraph | None = None,
 ) -> "GraphTable":
@@ -127,6 +128,7 @@ def price(
         blocks: node indices of each block, blocks in a topological order.
         cluster: the devices; each kind must have the rates that the program needs.
         optimizer_bytes: value id of a parameter input -> bytes of its optimizer state.
+        shared_optimizer_bytes: of optimizer state that belongs to no parameter.
         residuals: an exact oracle, preferred to the derivative rules. It is asked at the rows of the
             two traces only.
         opened: the graph measured before, to save time.
@@ -144,7 +146,7 @@ def price(
         )
     for group in cluster.groups:
         rate(group.device, "")
-    state = State(opened.graph, opened.gradients, blocks, optimizer_bytes)
+    state = State(opened.graph, opened.gradients, blocks, optimizer_bytes, shared_optimizer_bytes)
     return GraphTable(opened, blocks, state, residuals)
 
 

@@ -1,8 +1,8 @@
 """Bytes that lie on a device for the whole step: parameters, accumulators, optimizer state, constants.
 
 A parameter belongs to the block that reads it, directly or through the prologue; one that several
-blocks read is a tie and counts once a stage. Gradients accumulate in float32, or wider if the
-parameter is.
+blocks read is a tie and counts once a stage; what none reads lies on the first stage all the same.
+Gradients accumulate in float32, or wider if the parameter is.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +19,7 @@ from rannc_jax.ir.slice import prologue_slice
 ONCE_PASSES = 3
 """Passes over what the prologue reads and writes: once forward, twice for its transpose."""
 
+_LASTING = frozenset({Role.PARAM, Role.FROZEN, Role.MODEL_STATE, Role.CONST})
 _CONSTANT_ROLES = frozenset({Role.FROZEN, Role.MODEL_STATE, Role.CONST})
 
 
@@ -37,6 +38,7 @@ class State:
         gradients: value ids that get a cotangent.
         blocks: node indices of each block.
         optimizer_bytes: value id of a parameter input -> bytes of its optimizer state.
+        shared_optimizer_bytes: of optimizer state that belongs to no parameter: it lies on the last stage.
 
     Attributes:
         own: per block, without ties.
@@ -54,6 +56,7 @@ class State:
         gradients: Collection[int],
         blocks: Sequence[Sequence[int]],
         optimizer_bytes: Mapping[int, int],
+        shared_optimizer_bytes: int = 0,
     ) -> None:
         self._graph = graph
         self._gradients = gradients
@@ -77,6 +80,10 @@ class State:
         self.num_summed: list[int] = []
         for nodes in blocks:
             self._add(nodes, tied)
+        for value, leaf in enumerate(inputs):
+            if value not in readers and leaf.role in _LASTING:
+                self.own[0] += self._of_input(value)
+        self.own[-1] += StateBytes(optimizer=shared_optimizer_bytes)
 
     def _of_input(self, value: int) -> StateBytes:
         program = self._graph.program

@@ -62,6 +62,22 @@ def test_parameters_are_counted_once_and_ties_apart():
     assert [b.path for b in table.blocks] == ["embedding", "layer/0", "layer/1", "head"]
 
 
+def test_what_nothing_reads_and_state_of_nobody_is_counted_too():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    params = {"w": shape(64, 64), "unread": shape(1000, 64)}
+    graph = graph_of(loss, params, {"x": shape(ROWS, 64)})
+    half = len(graph.nodes) // 2
+    table = table_of(graph, [range(half), range(half, len(graph.nodes))], shared_optimizer_bytes=12_345)
+    first, last = (block.state for block in table.blocks)
+    assert first.parameters + last.parameters == (64 + 1000) * 64 * 4
+    assert first.optimizer + last.optimizer == 2 * (64 + 1000) * 64 * 4 + 12_345
+    assert first.parameters >= 1000 * 64 * 4
+    assert last.optimizer >= 12_345
+    assert first.gradients + last.gradients == 64 * 64 * 4
+
+
 def test_values_between_blocks_have_bytes_by_rows():
     graph = attention_graph()
     values = table_of(graph, by_layer(graph)).values
