@@ -49,15 +49,19 @@ class DeviceSpec:
     host_bytes_per_s: float = 12e9
 
     def __post_init__(self) -> None:
-        rates = (self.bytes_per_s, self.host_bytes_per_s)
-        if self.memory_bytes <= 0 or min(rates) <= 0 or not 0 <= self.memory_margin < 1:
+        rates = (self.bytes_per_s, self.host_bytes_per_s, *self.flops_per_s.values())
+        times = (self.launch_s, self.dispatch_s, self.leaf_s)
+        usable = self.memory_bytes > 0 and 0 <= self.memory_margin < 1 and self.usable_bytes > 0
+        if not (usable and all(map(_is_rate, rates)) and all(map(_is_time, times))):
             raise ConfigError(
                 message(
                     f"device kind {self.kind!r} is not usable.",
                     f"memory_bytes={self.memory_bytes}, bytes_per_s={self.bytes_per_s}, "
                     f"host_bytes_per_s={self.host_bytes_per_s}, "
-                    f"memory_margin={self.memory_margin}",
-                    hint="positive memory and bandwidth, and a margin in [0, 1).",
+                    f"memory_margin={self.memory_margin}, launch_s={self.launch_s}, "
+                    f"dispatch_s={self.dispatch_s}, leaf_s={self.leaf_s}",
+                    f"flops_per_s={dict(self.flops_per_s)}",
+                    hint="positive memory, rates of 1 to 1e30 a second, times of 0 to 1e6 s, 0 <= margin < 1",
                 )
             )
         object.__setattr__(self, "flops_per_s", dict(self.flops_per_s))
@@ -69,12 +73,30 @@ class DeviceSpec:
         return int(self.memory_bytes * (1 - self.memory_margin))
 
 
+def _is_rate(per_s: float) -> bool:
+    return 1 <= per_s <= 1e30
+
+
+def _is_time(seconds: float) -> bool:
+    return 0 <= seconds <= 1e6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
     """One class of links between devices, each way and per device."""
 
     bytes_per_s: float
     latency_s: float
+
+    def __post_init__(self) -> None:
+        if not (_is_rate(self.bytes_per_s) and _is_time(self.latency_s)):
+            raise ConfigError(
+                message(
+                    "a link is not usable.",
+                    f"bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}",
+                    hint="a bandwidth from 1 to 1e30 bytes a second, and a latency of 0 to 1e6 s.",
+                )
+            )
 
     def seconds(self, num_bytes: float) -> float:
         """Time to move `num_bytes` from one device to another."""

@@ -58,7 +58,7 @@ def test_what_there_was_no_time_for_is_said() -> None:
     assert found.intra_host is None
     assert (
         found.device.efficiency
-        == DeviceSpec(kind="", platform="cpu", memory_bytes=1, bytes_per_s=1).efficiency
+        == DeviceSpec(kind="", platform="cpu", memory_bytes=99, bytes_per_s=1).efficiency
     )
     with pytest.raises(CostError, match="no time"):
         calibrate(seconds=0)
