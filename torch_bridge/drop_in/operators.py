@@ -357,19 +357,27 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 def _unscale(args: tuple[Any, ...], kwargs: dict[str, Any], of: StorageOf) -> Any:
     """Gradients times the inverse scale; `found_inf`, a plain tensor, becomes 1 if one is not finite."""
     grads, found, scale = args
-    if any(of(g) is None for g in grads):
-        raise _OnHostError
-    flags = [_compute(_bad, (g,), {}, of) for g in grads]
-    for grad in grads:
-        _write(grad, jnp.multiply, (grad, float(scale)), {}, of)
-    worst = max((float(flag.array) for flag in flags), default=0.0)
-    TRAFFIC.to_host += sum(flag.array.nbytes for flag in flags)
-    if worst and isinstance(found, torch.Tensor):
+    by_place: dict[Any, list[Storage]] = {}
+    for storage in map(of, grads):
+        if storage is None:
+            raise _OnHostError
+        by_place.setdefault(frozenset(storage.array.sharding.device_set), []).append(storage)
+    flags = []
+    for storages in by_place.values():
+        arrays, flag = _unscaled([storage.array for storage in storages], float(scale))
+        flags.append(flag)
+        for storage, array in zip(storages, arrays, strict=True):
+            storage.replace(array)
+    TRAFFIC.to_host += sum(flag.nbytes for flag in flags)
+    if any(map(bool, flags)) and isinstance(found, torch.Tensor):
         found.fill_(1.0)
 
 
-def _bad(x: Any) -> Any:
-    return jnp.logical_not(jnp.isfinite(x).all()).astype(jnp.float32)
+@jax.jit
+def _unscaled(grads: list[jax.Array], scale: Any) -> tuple[list[jax.Array], jax.Array]:
+    """One program for all gradients of a stage: the products, and whether a gradient is not finite."""
+    finite = [jnp.isfinite(grad).all() for grad in grads]
+    return [grad * scale for grad in grads], jnp.logical_not(jnp.stack(finite).all())
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
