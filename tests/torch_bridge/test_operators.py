@@ -280,6 +280,8 @@ def test_products_match_torch() -> None:
             "bilinear": lambda a, b, c: F.bilinear(a[0], c[:3, :4], torch.ones(2, 4, 4)),
             "tensordot": lambda a, b, c: torch.tensordot(a, c, dims=1),
             "cdist": lambda a, b, c: torch.cdist(a, a[:, :1] + 1.0),
+            "cdist of equal rows": lambda a, b, c: torch.cdist(a, a, p=1.5),
+            "cdist of equal rows, p < 1": lambda a, b, c: torch.cdist(a, a, p=0.5),
         },
         [a, b, c],
     )
@@ -309,6 +311,7 @@ def test_pooling_and_resampling_match_torch() -> None:
         {
             "max": lambda x: F.max_pool2d(x, 2),
             "max overlapping": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+            "max dilated": lambda x: F.max_pool2d(x, 2, dilation=2),
             "max with indices": lambda x: F.max_pool2d(x, 2, return_indices=True),
             "avg": lambda x: F.avg_pool2d(x, 3, 2, 1),
             "avg ceil": lambda x: F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False),

@@ -56,7 +56,10 @@ def test_fourier_transforms_match_torch_in_every_norm() -> None:
     def real(z: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(z.resolve_conj())
 
-    cases = {}
+    cases = {
+        "fftfreq": lambda x: x * torch.fft.fftfreq(6, 0.5),
+        "rfftfreq": lambda x: x * torch.fft.rfftfreq(10),
+    }
     for norm in ("forward", "backward", "ortho"):
         cases |= {
             f"fft {norm}": lambda x, n=norm: real(torch.fft.fft(x, norm=n)),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.tensors import default_float, jax_dtype
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -79,3 +80,13 @@ def prim_real_to_complex(x: Any, *, dim: Sequence[int], onesided: bool) -> Any:
 @lowering(prims.fft_c2r.default)
 def prim_complex_to_real(x: Any, *, dim: Sequence[int], last_dim_size: int) -> Any:
     return complex_to_real(x, dim, 0, last_dim_size)
+
+
+@lowering(aten.fft_fftfreq.default)
+def fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, **_: Any) -> Any:
+    return jnp.fft.fftfreq(n, d).astype(default_float() if dtype is None else jax_dtype(dtype))
+
+
+@lowering(aten.fft_rfftfreq.default)
+def rfftfreq(n: int, d: float = 1.0, *, dtype: Any = None, **_: Any) -> Any:
+    return jnp.fft.rfftfreq(n, d).astype(default_float() if dtype is None else jax_dtype(dtype))

@@ -54,5 +54,14 @@ def norm(x: Any, order: Any = 2, dim: Dims = None, keepdim: bool = False) -> Any
 @lowering(aten.cdist.default, aten._cdist_forward.default)
 def cdist(a: Any, b: Any, p: float = 2.0, *_: Any, **__: Any) -> Any:
     """Distances between the rows of a `[..., n, dim]` and b `[..., m, dim]`."""
-    difference = a[..., :, None, :] - b[..., None, :, :]
-    return _vector_norm(difference, p, (difference.ndim - 1,), False)
+    return minkowski(a[..., :, None, :] - b[..., None, :, :], p)
+
+
+def minkowski(difference: Any, p: float) -> Any:
+    """p-norms along the last dim; equal rows and equal entries have no gradient, as torch's distances."""
+    if p in (0, 1, 2) or math.isinf(p):
+        return _vector_norm(difference, p, (difference.ndim - 1,), False)
+    differs = difference != 0
+    powers = jnp.sum(jnp.where(differs, jnp.abs(jnp.where(differs, difference, 1)) ** p, 0), -1)
+    apart = powers > 0
+    return jnp.where(apart, jnp.where(apart, powers, 1) ** (1 / p), 0)

@@ -65,10 +65,20 @@ def _max_pool(space: int) -> Any:
         channels_last: bool = False,
     ) -> Any:
         lead = _lead(x, space, channels_last)
+        if max(each(dilation, space)) > 1:  # JAX has no derivative of this one
+            return _dilated_max_pool(x, lead, space, kernel, stride, padding, dilation, ceil_mode)
         windows = _windows(x, lead, space, kernel, stride, padding, dilation, ceil_mode)
         return lax.reduce_window(x, _lowest(x.dtype), lax.max, **windows)
 
     return pool
+
+
+def _dilated_max_pool(x: Any, lead: int, space: int, *windows: Any) -> Any:
+    """By positions of the maxima, and a gather."""
+    behind = tuple(range(lead + space, x.ndim))
+    order = (*range(lead), *behind, *range(lead, lead + space))
+    pooled, _ = _max_pool_with_indices(space)(jnp.transpose(x, order), *windows)
+    return jnp.transpose(pooled, np.argsort(order))
 
 
 def _lowest(dtype: Any) -> Any:

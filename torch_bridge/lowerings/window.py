@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torch_bridge.lowerings.norm import minkowski
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.tensors import default_float, jax_dtype
 
@@ -53,15 +54,6 @@ for _name, _formula in (
 
 @lowering(aten.pdist.default, aten._pdist_forward.default)
 def pdist(x: Any, p: float = 2.0) -> Any:
-    """Distances between the rows i < j of x `[n, dim]`, in that order; equal rows have no gradient."""
+    """Distances between the rows i < j of x `[n, dim]`, in that order."""
     first, second = np.triu_indices(x.shape[0], 1)
-    difference = jnp.abs(x[first] - x[second])
-    if p == 0:
-        return jnp.sum(difference != 0, 1).astype(x.dtype)
-    if math.isinf(p):
-        return jnp.max(difference, 1)
-    if p == 1:
-        return jnp.sum(difference, 1)
-    powers = jnp.sum(difference**p, 1)
-    apart = powers > 0
-    return jnp.where(apart, jnp.where(apart, powers, 1) ** (1 / p), 0)
+    return minkowski(x[first] - x[second], p)
