@@ -78,7 +78,7 @@ def _dilated_max_pool(x: Any, lead: int, space: int, *windows: Any) -> Any:
     behind = tuple(range(lead + space, x.ndim))
     order = (*range(lead), *behind, *range(lead, lead + space))
     pooled, _ = _max_pool_with_indices(space)(jnp.transpose(x, order), *windows)
-    return jnp.transpose(pooled, np.argsort(order))
+    return jnp.transpose(pooled, [order.index(dim) for dim in range(x.ndim)])
 
 
 def _lowest(dtype: Any) -> Any:
