@@ -175,7 +175,7 @@ def test_an_attention_with_its_own_derivative_is_one_kernel_without_scores_in_me
 def test_a_rate_that_is_missing_falls_back_to_a_wider_one_or_says_so():
     assert rate(DEVICE, "bfloat16") == 4e12
     assert rate(DEVICE, "tensorfloat32") == 1e12
-    bare = DeviceSpec(kind="bare", platform="gpu", memory_bytes=1, bytes_per_s=1.0)
+    bare = DeviceSpec(kind="bare", platform="gpu", memory_bytes=99, bytes_per_s=1.0)
     with pytest.raises(CostError, match="'bare' has no arithmetic rate"):
         rate(bare, "float32")
 
